@@ -1,0 +1,1 @@
+"""Robust image classifiers under a guaranteed nominal performance."""
