@@ -1,0 +1,19 @@
+"""Data: embedded digits, official sets by name, the user's own; splits, batches and augmentation."""
+
+from dale.data.augment import Augmentation, RandomCrop, RandomCutout, RandomFlip
+from dale.data.load import DATASETS, load_dataset
+from dale.data.loader import Loader
+from dale.data.splits import Dataset, Split, split_dataset
+
+__all__ = [
+    "DATASETS",
+    "Augmentation",
+    "Dataset",
+    "Loader",
+    "RandomCrop",
+    "RandomCutout",
+    "RandomFlip",
+    "Split",
+    "load_dataset",
+    "split_dataset",
+]
