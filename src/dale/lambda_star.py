@@ -91,7 +91,7 @@ def gamma_for_budget(losses: Tensor, norm_budget: float) -> Tensor:
     beyond = torch.cat([first, torch.full_like(zero, torch.inf)])
     upper = beyond.gather(0, count) / num
     spread = deviations.gather(0, count - 1)
-    excess = (norm_budget - num / count).clamp_min(0)
+    excess = (norm_budget - num / count.double()).clamp_min(0)
     root = (spread / (num * excess)).sqrt()
     root = torch.where(spread == 0, torch.zeros_like(root), root).clamp(lower, upper)
     return root.squeeze(0).to(torch.promote_types(losses.dtype, torch.float32))
