@@ -1,0 +1,145 @@
+"""DALE: the rows whose nominal performance is a constraint (and the one that fixes the multiplier instead)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from dale.aggregators import LambdaStar
+from dale.algorithms.baselines import BatchNorm
+from dale.constraints import Constraint, accuracy_limit, loss_limit
+from dale.errors import require, unknown
+from dale.losses import KL, CrossEntropy, Loss
+from dale.objectives import Objective
+from dale.perturbations import PerturbationSet
+from dale.samplers import Sampler, UniformNoise, langevin
+
+
+def _limits(
+    rho: float | tuple[float, ...] | None,
+    min_accuracy: float | tuple[float, ...] | None,
+    **options: Any,
+) -> tuple[Constraint, ...]:
+    require(
+        rho is not None or min_accuracy is not None,
+        "dale promises a nominal performance: give rho (a limit on the nominal loss) or min_accuracy",
+    )
+    constraints = []
+    if rho is not None:
+        constraints.append(loss_limit(rho, **options))
+    if min_accuracy is not None:
+        constraints.append(accuracy_limit(min_accuracy, **options))
+    return tuple(constraints)
+
+
+def _dale_loss(loss: Literal["kl", "cross-entropy"] | Loss) -> Loss:
+    if isinstance(loss, Loss):
+        return loss
+    choices: dict[str, Loss] = {"kl": KL(), "cross-entropy": CrossEntropy()}
+    if loss not in choices:
+        raise unknown("loss", loss, choices)
+    return choices[loss]
+
+
+def dale(
+    perturbations: PerturbationSet,
+    *,
+    rho: float | tuple[float, ...] | None = None,
+    min_accuracy: float | tuple[float, ...] | None = None,
+    by: Literal["all", "class", "group"] = "all",
+    loss: Literal["kl", "cross-entropy"] | Loss = "kl",
+    steps: int = 10,
+    step_size: float | None = None,
+    noise_scale: float | None = None,
+    temperature: float | None = None,
+    sampler: Sampler | None = None,
+    dual_step_size: float | None = None,
+    dual_initial: float = 0.5,
+    dual_frequency: Literal["step", "epoch"] = "step",
+    dual_upper: float | None = None,
+    tighten: bool = True,
+    batchnorm: BatchNorm = "joint",
+) -> Objective:
+    """The most robust model among those whose nominal loss is at most rho (or accuracy at least min_accuracy)."""
+    chosen = _dale_loss(loss)
+    if noise_scale is None and temperature is None:
+        noise_scale = 1e-4
+    return Objective(
+        name="dale",
+        perturbations=perturbations,
+        sampler=sampler or langevin(steps, step_size, noise_scale, temperature),
+        perturbation_loss=chosen,
+        robust_loss=chosen,
+        constraints=_limits(
+            rho,
+            min_accuracy,
+            by=by,
+            step_size=dual_step_size,
+            initial=dual_initial,
+            frequency=dual_frequency,
+            upper=dual_upper,
+            tighten=tighten,
+        ),
+        batchnorm=batchnorm,
+    )
+
+
+def dale_fixed(
+    perturbations: PerturbationSet,
+    *,
+    nu: float = 0.3,
+    loss: Literal["kl", "cross-entropy"] | Loss = "kl",
+    steps: int = 10,
+    step_size: float | None = None,
+    noise_scale: float | None = None,
+    temperature: float | None = None,
+    sampler: Sampler | None = None,
+    batchnorm: BatchNorm = "joint",
+) -> Objective:
+    """DALE without the dual update: the multiplier stays at nu (the paper's Table 2)."""
+    chosen = _dale_loss(loss)
+    if noise_scale is None and temperature is None:
+        noise_scale = 1e-4
+    return Objective(
+        name="dale-fixed",
+        perturbations=perturbations,
+        sampler=sampler or langevin(steps, step_size, noise_scale, temperature),
+        perturbation_loss=chosen,
+        robust_loss=chosen,
+        nominal_weight=nu,
+        batchnorm=batchnorm,
+    )
+
+
+def dale_optimal(
+    perturbations: PerturbationSet,
+    *,
+    rho: float | tuple[float, ...] | None = None,
+    min_accuracy: float | tuple[float, ...] | None = None,
+    by: Literal["all", "class", "group"] = "all",
+    gamma: float | None = None,
+    norm_budget: float | None = None,
+    num_samples: int = 8,
+    loss: Literal["kl", "cross-entropy"] | Loss = "kl",
+    sampler: Sampler | None = None,
+    dual_step_size: float | None = None,
+    dual_initial: float = 0.5,
+    tighten: bool = True,
+    batchnorm: BatchNorm = "joint",
+) -> Objective:
+    """DALE with K perturbations per example weighted by the closed form of lambda* (Proposition 3.2).
+
+    K uniform draws by default, for which the weights are exact in the limit; with a sampler of chains they are a
+    heuristic. Give gamma (smoothness) or norm_budget (E_uniform[lambda^2], between 1 and K; default K / 2).
+    """
+    if gamma is None and norm_budget is None:
+        norm_budget = max(1.0, num_samples / 2)
+    return Objective(
+        name="dale-optimal",
+        perturbations=perturbations,
+        sampler=sampler or UniformNoise(num_samples=num_samples),
+        perturbation_loss=_dale_loss(loss),
+        robust_loss=_dale_loss(loss),
+        aggregator=LambdaStar(gamma=gamma, norm_budget=norm_budget),
+        constraints=_limits(rho, min_accuracy, by=by, step_size=dual_step_size, initial=dual_initial, tighten=tighten),
+        batchnorm=batchnorm,
+    )

@@ -1,0 +1,1 @@
+"""Training: state, loop, schedules, averaging, checkpoints."""
