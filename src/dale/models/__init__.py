@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dale.models.check import ModelCheck, ModelReport, check_model
 from dale.models.convnet import ConvNet
 from dale.models.factory import MODELS, ImageData, create_model
 from dale.models.layers import ACTIVATIONS, Normalise
@@ -14,10 +15,13 @@ __all__ = [
     "MODELS",
     "ConvNet",
     "ImageData",
+    "ModelCheck",
+    "ModelReport",
     "Normalise",
     "PreActResNet",
     "ResNet",
     "WideResNet",
+    "check_model",
     "create_model",
     "load_weights",
     "save_weights",

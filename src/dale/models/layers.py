@@ -13,7 +13,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
 
 # Per-channel mean and standard deviation of the training images in [0, 1].
 _STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
-    "digits": ((0.3053,), (0.3760,)),
+    "digits": ((0.3053,), (0.3761,)),
     "mnist": ((0.1307,), (0.3081,)),
     "fashion-mnist": ((0.2860,), (0.3530,)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),

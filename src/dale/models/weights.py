@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from os import PathLike
@@ -100,14 +101,15 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _check_frame(path: Path) -> None:
     """Check what precedes the tensors (eight bytes of header length, then JSON) before a library allocates for it."""
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such weights file")
-    if not path.is_file():
-        raise CheckpointError(f"{path}: expected a .safetensors file, this is not a regular file")
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path}: expected a .safetensors file, this is not a regular file")
+        size = status.st_size
         with path.open("rb") as file:
             start = file.read(9)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such weights file") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     if start[:4] == b"PK\x03\x04" or start[:2] in (b"\x80\x02", b"\x80\x04"):
