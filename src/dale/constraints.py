@@ -100,7 +100,7 @@ class Constraint(Component):
 
 def loss_limit(rho: float | tuple[float, ...], **options: object) -> Constraint:
     """Return the constraint E[cross-entropy] <= rho; options are fields of `Constraint`."""
-    return replace(Constraint(limit=rho), **options)  # type: ignore[arg-type]  # checked by Constraint itself
+    return Constraint(limit=rho, **options)  # type: ignore[arg-type]  # checked by Constraint itself
 
 
 def accuracy_limit(min_accuracy: float | tuple[float, ...], **options: object) -> Constraint:
@@ -109,8 +109,8 @@ def accuracy_limit(min_accuracy: float | tuple[float, ...], **options: object) -
     for value in values:
         require(0.0 < value <= 1.0, f"min_accuracy is a share in (0, 1], such as 0.85; got {value!r}")
     limits = tuple(1.0 - value for value in values)
-    constraint = Constraint(limit=limits if isinstance(min_accuracy, tuple) else limits[0], measure=ZeroOne())
-    return replace(constraint, **options)  # type: ignore[arg-type]
+    limit = limits if isinstance(min_accuracy, tuple) else limits[0]
+    return Constraint(limit=limit, measure=ZeroOne(), **options)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def ascend_epoch(constraint: Constraint, dual: Dual) -> Dual:
 
 
 def tightened(constraint: Constraint, dual: Dual, held_out: Tensor, trained: Tensor) -> Dual:
-    """Set the margin to the gap between held-out and training measure, at most the limit; no gap widens a limit."""
+    """Set the margin to the gap between held-out and training measure, at most half the limit, never widening it."""
     if not constraint.tighten:
         return dual
     gap = torch.nan_to_num(held_out - trained, nan=0.0).to(dual.margin)
