@@ -135,7 +135,9 @@ class L2(_Ball):
     def project(self, delta: Tensor, x: Tensor) -> Tensor:
         """Solve sum_i clip(s v_i, lo_i, hi_i)^2 = eps^2 for s by sorted breakpoints."""
         v = _flat(delta)
-        size, room = v.abs(), _room(v, _flat(x))
+        length, room = v.abs(), _room(v, _flat(x))
+        # only the direction of v matters from here on; with a largest entry of 1 no square overflows
+        size = length / length.amax(dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
         # coordinate i moves as s * size_i until s = room_i / size_i, and stays at room_i from there on
         reach = torch.where(size > 0, room / size.clamp_min(torch.finfo(v.dtype).tiny), torch.inf)
         reach, order = reach.sort(dim=1)
@@ -149,7 +151,7 @@ class L2(_Ball):
         segment = (at_breakpoint < budget).sum(dim=1, keepdim=True).clamp_max(v.shape[1] - 1)
         left = (budget - fixed.gather(1, segment)).clamp_min(0.0)
         scale = (left / moving.gather(1, segment).clamp_min(torch.finfo(v.dtype).tiny)).sqrt()
-        clipped = torch.minimum(size, room)
+        clipped = torch.minimum(length, room)
         outside = _length(clipped) > self.epsilon
         result = torch.where(outside, torch.minimum(size * scale, room), clipped)
         # scaling towards zero stays in the box; it takes off what rounding in the sums left over
@@ -192,8 +194,9 @@ class L1(_Ball):
 
     def project(self, delta: Tensor, x: Tensor) -> Tensor:
         """Solve sum_i clip(|v_i| - m, 0, b_i) = eps for m by sorted breakpoints."""
-        v = _flat(delta)
-        size, room = v.abs(), _room(v, _flat(x))
+        # m is as large as |v|, and its digits below eps decide: float32 has none left after a long step
+        v = _flat(delta).double()
+        size, room = v.abs(), _room(v, _flat(x).double())
         # going down from m = infinity, coordinate i starts to grow at m = size_i and stops at m = size_i - room_i
         points = torch.cat([size, size - room], dim=1)
         slopes = torch.cat([torch.ones_like(size), -torch.ones_like(size)], dim=1)
