@@ -24,14 +24,18 @@ class _Affine(ParameterBox):
     """An affine map of the image plane, given by parameters in [-1, 1]."""
 
     @abstractmethod
-    def matrix(self, delta: Tensor) -> Tensor:
-        """The (B, 3, 3) homogeneous matrix that takes an output position to its input position."""
+    def matrix(self, delta: Tensor, aspect: float = 1.0) -> Tensor:
+        """The (B, 3, 3) homogeneous matrix that takes an output position to its input position.
+
+        Positions run from -1 to 1 along both sides of the image; `aspect` is its width over its height.
+        """
 
     def apply(self, x: Tensor, delta: Tensor) -> Tensor:
         """Resample the image bilinearly; what comes from outside the image is black."""
-        theta = self.matrix(delta.float())[:, :2]
+        full = torch.promote_types(x.dtype, torch.float32)
+        theta = self.matrix(delta.to(full), x.shape[-1] / x.shape[-2])[:, :2]
         grid = F.affine_grid(theta, list(x.shape), align_corners=False)
-        return F.grid_sample(x.float(), grid, align_corners=False).to(x.dtype)
+        return F.grid_sample(x.to(full), grid, align_corners=False).to(x.dtype)
 
 
 def _assemble(delta: Tensor, rows: Sequence[Sequence[Tensor | float]]) -> Tensor:
@@ -43,7 +47,7 @@ def _assemble(delta: Tensor, rows: Sequence[Sequence[Tensor | float]]) -> Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation(_Affine):
-    """Rotation about the centre by an angle in [-degrees, degrees]."""
+    """Rotation about the centre by an angle in [-degrees, degrees], counter-clockwise where it is positive."""
 
     degrees: float = 30.0
     num_parameters: ClassVar[int] = 1
@@ -52,11 +56,14 @@ class Rotation(_Affine):
         require_positive(self, degrees=self.degrees)
         require(self.degrees <= 180.0, f"Rotation: degrees is at most 180, got {self.degrees!r}")
 
-    def matrix(self, delta: Tensor) -> Tensor:
-        """[[cos a, -sin a, 0], [sin a, cos a, 0], [0, 0, 1]] with a = degrees * delta."""
+    def matrix(self, delta: Tensor, aspect: float = 1.0) -> Tensor:
+        """[[cos a, -sin a / r, 0], [r sin a, cos a, 0], [0, 0, 1]] with a = degrees * delta and aspect r.
+
+        Without r, which turns positions into lengths and back, an image that is not square would be sheared.
+        """
         angle = math.radians(self.degrees) * delta[:, 0]
         cos, sin = angle.cos(), angle.sin()
-        return _assemble(delta, ((cos, -sin, 0.0), (sin, cos, 0.0)))
+        return _assemble(delta, ((cos, -sin / aspect, 0.0), (aspect * sin, cos, 0.0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,7 @@ class Translation(_Affine):
         require_positive(self, fraction=self.fraction)
         require(self.fraction <= 1.0, f"Translation: fraction is at most 1, got {self.fraction!r}")
 
-    def matrix(self, delta: Tensor) -> Tensor:
+    def matrix(self, delta: Tensor, aspect: float = 1.0) -> Tensor:
         """[[1, 0, t_x], [0, 1, t_y], [0, 0, 1]] with t = 2 * fraction * delta: the grid is two units wide."""
         shift = 2.0 * self.fraction * delta
         return _assemble(delta, ((1.0, 0.0, shift[:, 0]), (0.0, 1.0, shift[:, 1])))
@@ -86,7 +93,7 @@ class Scaling(_Affine):
     def __post_init__(self) -> None:
         require_positive(self, limit=self.limit)
 
-    def matrix(self, delta: Tensor) -> Tensor:
+    def matrix(self, delta: Tensor, aspect: float = 1.0) -> Tensor:
         """diag(s, s, 1) with s = (1 + limit)^delta: enlarging and shrinking are alike."""
         factor = torch.exp(math.log1p(self.limit) * delta[:, 0])
         return _assemble(delta, ((factor, 0.0, 0.0), (0.0, factor, 0.0)))
@@ -113,10 +120,10 @@ class Composition(_Affine):
         """The number of parameters of all parts."""
         return sum(part.num_parameters for part in self.parts)
 
-    def matrix(self, delta: Tensor) -> Tensor:
+    def matrix(self, delta: Tensor, aspect: float = 1.0) -> Tensor:
         """The product of the parts' matrices; they map output to input, so the first part stands leftmost."""
         pieces = torch.split(delta, [part.num_parameters for part in self.parts], dim=1)
-        product = self.parts[0].matrix(pieces[0])
+        product = self.parts[0].matrix(pieces[0], aspect)
         for part, piece in zip(self.parts[1:], pieces[1:], strict=True):
-            product = product @ part.matrix(piece)
+            product = product @ part.matrix(piece, aspect)
         return product
