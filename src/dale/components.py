@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import re
 import sys
 import types
 import typing
@@ -23,6 +24,9 @@ import yaml
 from dale.errors import UsageError, unknown
 
 T = TypeVar("T")
+
+MAX_NODES = 100_000  # a configuration has hundreds of values; a file with more, written out, is not one
+MAX_DEPTH = 100
 
 # Rooms whose import makes their components known by name.
 _ROOMS = (
@@ -65,6 +69,11 @@ def known(base: type[T]) -> dict[str, type[T]]:
     }
 
 
+def code_path() -> Any:
+    """Declare a field that names code by its import path: a file may set it only where the reader trusts it."""
+    return dataclasses.field(metadata={"code": True})
+
+
 def is_import_path(name: str) -> bool:
     """Tell whether a name is written as an import path, ``package.module:Name``."""
     module, colon, attribute = name.partition(":")
@@ -93,11 +102,15 @@ def import_path(value: object) -> str:
     return f"{module}:{name}"
 
 
+def _untrusted(name: object) -> UsageError:
+    return UsageError(f"the file names code to import, {name!r}; pass --trust if you trust where it came from")
+
+
 def find(base: type[T], name: str, *, trust: bool = True) -> type[T] | Callable[..., Any]:
     """Return the component class that `name` means: a class name in any spelling, or an import path."""
     if is_import_path(name):
         if not trust:
-            raise UsageError(f"the file names code to import, {name!r}; pass --trust if you trust where it came from")
+            raise _untrusted(name)
         return typing.cast("type[T]", import_object(name))
     choices = known(base)
     by_folded = {_fold(key): cls for key, cls in choices.items()}
@@ -117,8 +130,11 @@ def to_plain(value: Any) -> Any:
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [to_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, bool):
         return value
+    for scalar in (int, float, str):
+        if isinstance(value, scalar):
+            return scalar(value)  # a subclass, such as numpy's float64, has no YAML form of its own
     if isinstance(value, Path):
         return str(value)
     if callable(value):
@@ -192,10 +208,13 @@ def _from_component(plain: Any, expected: type[Component], where: str, trust: bo
         raise UsageError(f"{where}: {name!r} is a {cls.__name__}, expected a {expected.__name__}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+    code = {f.name for f in dataclasses.fields(cls) if f.metadata.get("code")}
     arguments = {}
     for key, value in values.items():
         if key not in fields:
             raise unknown(f"option of {cls.__name__} at {where}", key, fields)
+        if key in code and not trust:
+            raise _untrusted(value)
         arguments[key] = from_plain(value, fields[key], where=f"{where}.{key}", trust=trust)
     try:
         return cls(**arguments)
@@ -205,9 +224,13 @@ def _from_component(plain: Any, expected: type[Component], where: str, trust: bo
 
 def _from_scalar(plain: Any, expected: Any, where: str) -> Any:
     if expected is float and isinstance(plain, (int, float)) and not isinstance(plain, bool):
-        if math.isnan(plain):
+        try:
+            number = float(plain)
+        except OverflowError:  # a whole number of more than 308 digits
+            raise UsageError(f"{where}: expected a number, got one too large to hold") from None
+        if math.isnan(number):
             raise UsageError(f"{where}: expected a number, got nan")
-        return float(plain)
+        return number
     if expected is Path and isinstance(plain, str):
         return Path(plain)
     if isinstance(expected, type) and isinstance(plain, expected) and (expected is bool or not isinstance(plain, bool)):
@@ -223,10 +246,38 @@ def dump_yaml(value: Any) -> str:
 def parse_yaml(text: str, where: str = "config") -> Any:
     """Read YAML safely: plain values only, with one clear line for what cannot be read."""
     try:
-        return yaml.safe_load(text)
+        plain = yaml.load(text, _Loader)  # a safe loader: it builds plain values only
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = str(error).replace("\n", " ")
         raise UsageError(f"{where}: not valid YAML: {line}") from error
+    _check_size(plain, where)
+    return plain
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-3 is a number, as everywhere else (YAML 1.1 asks for 1.0e-3 and reads a string)."""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?([0-9]+|[0-9]*\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+
+
+def _check_size(plain: Any, where: str) -> None:
+    """Refuse values that contain themselves or, by aliases of aliases, grow beyond any configuration written out."""
+    seen, level = 0, [plain]
+    for _ in range(MAX_DEPTH):
+        seen += len(level)
+        if not level or seen > MAX_NODES:
+            break
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, (Mapping, list)) and len(below) <= MAX_NODES:
+                below.extend(value.values() if isinstance(value, Mapping) else value)
+        level = below
+    if level:
+        raise UsageError(f"{where}: not a configuration: it is nested too deeply, or its aliases write out too long")
 
 
 def load_yaml(text: str, expected: type[T], *, where: str = "config", trust: bool = False) -> T:

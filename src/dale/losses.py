@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dale.components import Component, import_object, import_path
+from dale.components import Component, code_path, import_object, import_path
 from dale.errors import UsageError, require, require_non_negative, require_positive
 
 LOG_FLOOR = 1e-7  # rounding can make a KL divergence zero or negative; its logarithm is taken no lower than here
@@ -188,8 +188,10 @@ class BoostedCrossEntropy(Loss):
 
     def value(self, logits: Tensor, clean: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy plus MART's margin term."""
-        rival = (_others(logits, labels).amax(dim=1) - logits.logsumexp(dim=1)).exp()
-        return F.softplus(log_odds_of_error(logits, labels)) - torch.log(1.0 - rival + 1e-4)
+        rival = _others(logits, labels).argmax(dim=1)
+        # 1 - p_rival as a sigmoid: subtracting from one would leave no digits beside 1e-4 where the rival is sure
+        room = log_odds_of_error(logits, rival).sigmoid()
+        return F.softplus(log_odds_of_error(logits, labels)) - torch.log(room + 1e-4)
 
     # the margin term may dip to -log(1.0001) when the rival has no mass left; the cross-entropy is then near zero too
     non_negative: ClassVar[bool] = False
@@ -283,7 +285,7 @@ class FunctionLoss(Loss):
     The function may carry attributes `needs_clean` (assumed true) and `non_negative` (assumed false).
     """
 
-    path: str
+    path: str = code_path()
 
     @property
     def function(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from dale.aggregators import Aggregator, CVaR, MaxOf, Tilted
+from dale.errors import require
 from dale.losses import KL, CrossEntropy, LogitPairing, Loss, Mart, WeightedSum
 from dale.objectives import Objective
 from dale.perturbations import PerturbationSet
@@ -29,6 +30,7 @@ def augment(
 
 def fgsm(perturbations: PerturbationSet, *, robust_loss: Loss = CrossEntropy()) -> Objective:
     """Adversarial training on one full step along the steepest direction."""
+    require(perturbations is not None, "objective 'fgsm' has a robust loss: it needs a perturbation set")
     return Objective(
         name="fgsm",
         perturbations=perturbations,

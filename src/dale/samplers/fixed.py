@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dale import random
-from dale.components import import_object
+from dale.components import code_path, import_object
 from dale.errors import UsageError, require, require_positive
 from dale.random import Key
 from dale.samplers.base import Problem, Sampler
@@ -80,7 +80,7 @@ class GaussianNoise(_FreeNoise):
     def noise(self, x: Tensor, key: Key, index: Tensor) -> Tensor:
         """std * N(0, I)."""
         std = x.new_tensor(self.std)
-        if std.dim():
+        if std.numel() > 1:
             sizes = {x.shape[1]: (-1, 1, 1), x[0].numel(): tuple(x.shape[1:])}
             if len(std) not in sizes:
                 raise UsageError(f"GaussianNoise: std has {len(std)} values; expected 1, or one of {sorted(sizes)}")
@@ -138,7 +138,7 @@ class CutoutNoise(_FreeNoise):
 class GeneratorNoise(_FreeNoise):
     """delta = g(z) with z ~ N(0, std^2 I) of `latent` numbers; `generator` names g, a module, by import path."""
 
-    generator: str
+    generator: str = code_path()
     latent: int
     std: float = 1.0
 
