@@ -83,6 +83,10 @@ class Problem:
         clean = None if self.clean_logits is None else self.clean_logits.repeat(count, 1)
         return Problem(self.model, batch, self.perturbations, self.loss, self.log, clean)
 
+    def shed(self, state: dict[str, Tensor]) -> tuple[Problem, dict[str, Tensor]]:
+        """Return the problem and the state of the examples worth going on with: here, all of them."""
+        return self, state
+
     def potential(self, delta: Tensor) -> Tensor:
         """U(delta) of each example, (B,)."""
         require(self.loss is not None, "this sampler climbs a loss, and the objective gives it none")

@@ -6,6 +6,7 @@ FGSM, PGD, Langevin, MALA, HMC and APGD are kernels of this loop; norms and tran
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -45,6 +46,19 @@ class Kernel(Component, ABC):
         """Return the kernel for a chain of known length (kernels with a schedule override this)."""
         del steps
         return self
+
+
+def walk(kernel: Kernel, problem: Problem, state: State, steps: int, key: Key) -> Iterator[tuple[Problem, State]]:
+    """The one gradient loop: yield problem and state after each step.
+
+    A problem may shed examples that it is done with (attacks do, samplers never): what follows has fewer rows.
+    """
+    for number in range(steps):
+        state = kernel.step(problem, state, number, key.fold(number))
+        yield problem, state
+        problem, state = problem.shed(state)
+        if len(problem.batch) == 0:
+            return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +204,7 @@ class Chain(Sampler):
         delta = self.begin(problem, key.fold("start")) if start is None else problem.project(start)
         state = kernel.init(problem, delta, key.fold("init"))
         kept: list[Tensor] = []
-        for number in range(self.steps):
-            state = kernel.step(problem, state, number, key.fold("step").fold(number))
+        for number, (_, state) in enumerate(walk(kernel, problem, state, self.steps, key.fold("step"))):
             if self.keep == "all" and number >= self.burn_in:
                 kept.append(state["delta"])
         if self.keep == "last":

@@ -1,0 +1,237 @@
+"""`evaluate`: model + data + attacks -> an evaluation that one can trust."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from dale import random
+from dale.attacks import Attack, parse
+from dale.components import to_plain
+from dale.data import Dataset, Split
+from dale.errors import require, require_non_negative
+from dale.evaluation.environment import describe
+from dale.evaluation.judge import Expected, Judge, check_finite, float32_model
+from dale.evaluation.results import Accuracy, AttackResult, Evaluation, Loss
+from dale.evaluation.resume import Ledger, Progress, fingerprint
+from dale.evaluation.session import Session
+from dale.modes import evaluating, frozen
+from dale.perturbations import PerturbationSet
+
+_PASSES = 8  # of a random model, for its expected prediction
+_BATCH = {"cpu": 256, "cuda": 512}
+
+
+def evaluate(
+    model: nn.Module,
+    data: Split | Dataset,
+    perturbations: PerturbationSet,
+    attacks: Sequence[str | Attack] = ("fgsm", "pgd20"),
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    examples: int | None = None,
+    device: torch.device | str | None = None,
+    strict: bool = False,
+    progress: bool = True,
+    out: str | Path | None = None,
+    rho: float | None = None,
+    save_examples: str | Path | None = None,
+    checks: bool = True,
+    epsilons: Sequence[float] | None = None,
+) -> Evaluation:
+    """Evaluate any `nn.Module` from [0, 1] images to logits under attacks.
+
+    `data` is a split, or a data set whose test split is meant; `examples` keeps the first so many. The protocol: eval
+    mode (every module's own mode is put back), float32 whatever the training precision, the attacks only on examples
+    that the model classifies correctly, every perturbation checked to lie in the set and in the image box, and the
+    prediction confirmed in strict float32 at one batch shape. On a GPU the search itself may use TF32 unless `strict`.
+    Each attack is measured on its own, from all correctly classified examples; the worst case is over all of them.
+
+    `out` is a folder, or a .json file, for the result and for the state from which an interrupted evaluation resumes.
+    `rho` is the limit that the nominal loss is compared with. `checks` runs the alarms against false robustness;
+    `epsilons` adds the accuracy over these radii; `save_examples` names a .safetensors file for the perturbed images.
+    """
+    began = time.perf_counter()
+    listed = tuple(parse(attack) for attack in attacks)
+    names = [attack.name for attack in listed]
+    for attack in listed:
+        require(names.count(attack.name) == 1, f"the attack {attack.name!r} is listed more than once")
+        attack.supports(perturbations)
+    require(batch_size is None or batch_size >= 1, f"batch_size must be at least 1, got {batch_size!r}")
+    if rho is not None:
+        require_non_negative(perturbations, rho=rho)
+    split, class_names = (data.test, data.class_names) if isinstance(data, Dataset) else (data, ())
+    split = split if examples is None else split.first(examples)
+    require(len(split) > 0, "there are no examples to evaluate")
+    place = torch.device(device) if device is not None else _device_of(model)
+    split = split.to(place)
+    size = min(batch_size or _BATCH.get(place.type, 256), len(split))
+    target = _target(out)
+
+    with ExitStack() as stack:
+        judged = float32_model(model, place)
+        stack.enter_context(evaluating(judged))
+        stack.enter_context(frozen(judged))
+        session, notes = _session(judged, split, size, seed, strict)
+        plain = {"set": to_plain(perturbations), "seed": seed, "batch": size, "precision": session.precision}
+        data_tensors = {"images": split.images, "labels": split.labels, "index": split.index}
+        mark = fingerprint(judged, data_tensors, plain)
+        ledger = Ledger.open(None if target is None else target.with_name("evaluation.partial.safetensors"), mark)
+        shape = perturbations.shape(tuple(split.images.shape[1:]))
+        keep = save_examples is not None
+        runs: dict[str, Progress] = {}
+        for attack in listed:
+            runs[attack.name] = _attacked(session, attack, perturbations, ledger, shape if keep else None, progress)
+        standing = {name: run.standing for name, run in runs.items()}
+        worst = torch.stack([session.correct, *standing.values()]).all(dim=0)
+        results = tuple(_result(session, attack, runs[attack.name], seed) for attack in listed)
+        outside = sum(run.outside for run in runs.values())
+        if outside:
+            notes.append(f"{outside} candidate perturbations lay outside the set or the image box and did not count")
+        outcomes: dict[str, Tensor] = {"clean": session.correct, **standing, "worst": worst}
+        evaluation = Evaluation(
+            n=len(split),
+            perturbations=to_plain(perturbations),
+            clean=_accuracy(session.correct),
+            clean_per_class=_per_class(session.correct, split),
+            nominal_loss=_nominal(session, rho),
+            attacks=results,
+            worst=_accuracy(worst),
+            worst_per_class=_per_class(worst, split),
+            seed=seed,
+            batch_size=size,
+            seconds=time.perf_counter() - began,
+            notes=tuple(notes),
+            class_names=tuple(class_names),
+            fingerprint=mark,
+            environment=describe(place),
+            examples={name: outcome.cpu() for name, outcome in outcomes.items()},
+        )
+    if target is not None:
+        evaluation.save(target)
+        ledger.close()
+    return evaluation
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    tensor = next(iter((*model.parameters(), *model.buffers())), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _target(out: str | Path | None) -> Path | None:
+    """The JSON file that `out` means."""
+    if out is None:
+        return None
+    path = Path(out).expanduser()
+    return path if path.suffix == ".json" else path / "evaluation.json"
+
+
+def _session(model: nn.Module, split: Split, size: int, seed: int, strict: bool) -> tuple[Session, list[str]]:
+    """Judge the clean images, and prepare the model for the search."""
+    notes: list[str] = []
+    judge = Judge(model, size, split.num_classes, seed)
+    first = split.convert(split.images[:size])
+    logits = judge.logits(first)
+    check_finite(logits)
+    again = Judge(model, size, split.num_classes, seed + 1).logits(first)
+    search: nn.Module = model
+    if not torch.equal(logits, again):
+        search = Expected(model, _PASSES)
+        judge = Judge(search, size, split.num_classes, seed)
+        notes.append(
+            f"the model is random: predictions and gradients are averaged over {_PASSES} passes (expectation over its "
+            "randomness); another seed gives other numbers"
+        )
+    images = (split.convert(split.images[i : i + size]) for i in range(0, len(split), size))
+    clean = torch.cat([judge.logits(part) for part in images])
+    check_finite(clean)
+    precision = "tf32" if split.labels.device.type == "cuda" and not strict else "ieee"
+    correct = clean.argmax(dim=1) == split.labels
+    session = Session(search, judge, split, clean, correct, random.key(seed).fold("evaluation"), precision)
+    return session, notes
+
+
+def _attacked(
+    session: Session,
+    attack: Attack,
+    perturbations: PerturbationSet,
+    ledger: Ledger,
+    shape: tuple[int, ...] | None,
+    show: bool,
+) -> Progress:
+    """Run an attack, or what is left of it, under a progress bar with the running accuracy."""
+    key = f"{attack.name} {hashlib.blake2b(json.dumps(to_plain(attack)).encode(), digest_size=4).hexdigest()}"
+    progress = ledger.find(key, session.device)
+    if progress is None or (shape is not None and progress.delta is None):
+        delta = None if shape is None else torch.zeros((len(session.correct), *shape), device=session.device)
+        progress = Progress.fresh(session.correct, delta)
+    rounds, total = attack.rounds(session.clean_logits.shape[1]), len(session.correct)
+    with tqdm(
+        total=int(session.correct.sum()) * rounds,
+        desc=attack.name,
+        disable=not show,
+        unit="ex",
+        mininterval=0.5 if sys.stderr.isatty() else 30.0,
+        leave=False,
+    ) as bar:
+
+        def report(progress: Progress, count: int, name: str) -> None:
+            ledger.note(key, progress)
+            if show:
+                standing = int(progress.standing.sum())
+                left = standing * (rounds - progress.round - 1) + int(progress.began.sum()) - progress.done
+                bar.total = bar.n + count + left
+                bar.set_description(name, refresh=False)
+                bar.set_postfix_str(f"accuracy at most {100 * standing / total:.2f}%", refresh=False)
+                bar.update(count)
+
+        session.run(attack, perturbations, progress, report)
+    ledger.note(key, progress, force=True)
+    return progress
+
+
+def _result(session: Session, attack: Attack, run: Progress, seed: int) -> AttackResult:
+    budget = attack.budget(session.clean_logits.shape[1])
+    return AttackResult(
+        name=attack.name,
+        accuracy=_accuracy(run.standing),
+        per_class=_per_class(run.standing, session.split),
+        **dataclasses.asdict(budget),
+        gradients_spent=run.gradients,
+        queries_spent=run.queries,
+        seconds=run.seconds,
+        seed=seed,
+        attack=to_plain(attack),
+        white_box=attack.white_box,
+        refuted=run.refuted,
+    )
+
+
+def _accuracy(correct: Tensor) -> Accuracy:
+    return Accuracy(int(correct.sum()), len(correct))
+
+
+def _per_class(correct: Tensor, split: Split) -> tuple[Accuracy | None, ...]:
+    total = torch.bincount(split.labels, minlength=split.num_classes).tolist()
+    right = torch.bincount(split.labels[correct], minlength=split.num_classes).tolist()
+    return tuple(Accuracy(k, n) if n else None for k, n in zip(right, total, strict=True))
+
+
+def _nominal(session: Session, rho: float | None) -> Loss:
+    """The mean cross-entropy on clean images and its standard error."""
+    values = F.cross_entropy(session.clean_logits.double(), session.split.labels, reduction="none")
+    error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return Loss(float(values.mean()), error, rho)
