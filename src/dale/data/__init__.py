@@ -3,7 +3,9 @@
 from dale.data.augment import Augmentation, RandomCrop, RandomCutout, RandomFlip
 from dale.data.load import DATASETS, load_dataset
 from dale.data.loader import Loader
+from dale.data.sheet import write_sheet
 from dale.data.splits import Dataset, Split, split_dataset
+from dale.data.strong import StrongAugment
 
 __all__ = [
     "DATASETS",
@@ -14,6 +16,8 @@ __all__ = [
     "RandomCutout",
     "RandomFlip",
     "Split",
+    "StrongAugment",
     "load_dataset",
     "split_dataset",
+    "write_sheet",
 ]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dale import random
@@ -60,12 +59,31 @@ class RandomCrop(Augmentation):
         return random.integers(key, index, 2 * self.padding + 1, (2,))
 
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:
-        """Cut each image out of its padded self at its offsets."""
-        height, width = images.shape[2:]
-        padded = F.pad(images, (self.padding,) * 4)
-        # a view of every window of the padded images; one indexing picks each image's own and copies whole rows
-        windows = padded.unfold(2, height, 1).unfold(3, width, 1)
-        return windows[torch.arange(len(images), device=images.device), :, numbers[:, 0], numbers[:, 1]]
+        """Cut each image out of its padded self at its offsets.
+
+        A row ends where the next begins, so the shifted image is one stretch of memory that starts earlier or later,
+        copied whole; what it took from beyond its own borders is then set to zero.
+        """
+        channels, height, width = images.shape[1:]
+        size, side = channels * height * width, 2 * self.padding + 1
+        guard = images.new_zeros(self.padding * (width + 1))
+        flat = torch.cat((guard, images.reshape(-1), guard))
+        stretches = flat.as_strided((len(flat) - size + 1, size), (1, 1))
+        starts = torch.arange(len(images), device=images.device) * size + numbers[:, 0] * width + numbers[:, 1]
+        moved = stretches.index_select(0, starts).view(images.shape)
+        rows, columns = (_inside(n, self.padding, images) for n in (height, width))
+        if side * side <= len(images):  # the mask of every offset, then the one of each image
+            masks = rows.view(side, 1, height, 1) * columns.view(1, side, 1, width)
+            mask = masks.view(side * side, -1).index_select(0, numbers[:, 0] * side + numbers[:, 1])
+        else:
+            mask = rows[numbers[:, 0]].unsqueeze(2) * columns[numbers[:, 1]].unsqueeze(1)
+        return moved.mul_(mask.view(-1, 1, height, width))
+
+
+def _inside(length: int, padding: int, like: Tensor) -> Tensor:
+    """Return ones where place + offset - padding lies in 0 .. length - 1, else zeros: (2 * padding + 1, length)."""
+    place = torch.arange(length, device=like.device) + torch.arange(2 * padding + 1, device=like.device).unsqueeze(1)
+    return ((place >= padding) & (place < length + padding)).to(like.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +98,9 @@ class RandomFlip(Augmentation):
 
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:
         """Mirror the images whose bit is set."""
-        return torch.where(numbers.view(-1, 1, 1, 1), images.flip(3), images)
+        place = torch.arange(len(images), device=images.device)
+        # picking whole images from both kinds copies blocks of memory, where a mask would go pixel by pixel
+        return torch.cat((images, images.flip(3))).index_select(0, place + len(images) * numbers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,18 +20,9 @@ from dale.data.augment import Augmentation
 from dale.data.splits import Split
 from dale.errors import UsageError, require
 
-_AHEAD = 4  # batches that wait, pinned, for a device that does not hold the data
-_DRAWN = 4096  # examples whose augmentation is drawn at once: the hash costs the same for one as for thousands
-
-
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """One batch before augmentation: stored images and the rest of it."""
-
-    images: Tensor
-    labels: Tensor
-    index: Tensor
-    groups: Tensor | None
+_BLOCK = 512  # examples gathered and moved at once: fewer, larger operations, still small enough for a CPU's cache
+_DRAWN = 16  # blocks whose augmentation is drawn at once
+_AHEAD = 2  # blocks that wait, pinned, for a device that does not hold the data
 
 
 class Loader:
@@ -41,7 +31,7 @@ class Loader:
     Every epoch is a new order of the whole split, cut into global batches of `batch_size`; this process gets the
     `rank`-th of `world_size` contiguous shares of each. With `drop_last` an uneven last batch is left out; a split
     smaller than one batch gives one batch of all. With `resident` the split lives on the device as it is stored;
-    without, a background thread gathers batches into pinned memory ahead of use. The default decides by the free
+    without, a background thread gathers examples into pinned memory ahead of use. The default decides by the free
     memory of the device. Both give the same numbers.
     """
 
@@ -70,9 +60,8 @@ class Loader:
         self.augmentation = tuple(augmentation)
         self.rank, self.world_size = rank, world_size
         self._key = random.key(seed)
-        self._num_batches = len(split) // self.batch_size
-        if not drop_last and len(split) % self.batch_size:
-            self._num_batches += 1
+        whole, rest = divmod(len(split), self.batch_size)
+        self._num_batches = whole + (rest > 0 and not drop_last)
 
     def __len__(self) -> int:
         """The number of batches of an epoch."""
@@ -82,57 +71,67 @@ class Loader:
         """Yield the batches of an epoch from number `start` on: float32 images in [0, 1], augmented."""
         order = random.permutation(self._key.fold("order").fold(epoch), len(self.split))
         shares = [self._share(order, number) for number in range(start, len(self))]
+        step = max(1, _BLOCK // self.batch_size)
+        blocks = [shares[first : first + step] for first in range(0, len(shares), step)]
         keys = [self._key.fold("augmentation").fold(epoch).fold(i) for i in range(len(self.augmentation))]
-        rows = self._gather(shares) if self.resident else self._gather_ahead(shares)
-        for part, numbers in zip(rows, self._draw(shares, keys), strict=True):
-            yield self._finish(part, numbers)
+        places = [torch.cat(block) for block in blocks]
+        stored = self._gather(places) if self.resident else self._gather_ahead(places)
+        drawn = self._draw(places, keys)
+        for block, examples, numbers in zip(blocks, stored, drawn, strict=True):
+            yield from self._finish(examples, [len(share) for share in block], numbers)
 
     def _share(self, order: Tensor, number: int) -> Tensor:
         batch = order[number * self.batch_size : (number + 1) * self.batch_size]
         return batch[self.rank * len(batch) // self.world_size : (self.rank + 1) * len(batch) // self.world_size]
 
-    def _draw(self, shares: list[Tensor], keys: list[random.Key]) -> Iterator[list[Tensor]]:
-        """Yield each batch's augmentation numbers, drawn for many batches at a time."""
-        step = max(1, _DRAWN // self.batch_size)
-        for start in range(0, len(shares), step):
-            block = shares[start : start + step]
-            sizes = [len(share) for share in block]
-            places = torch.cat(block).to(self.split.index.device)
-            index = self.split.index[places].to(self.device)
-            drawn = [
+    def _draw(self, places: list[Tensor], keys: list[random.Key]) -> Iterator[list[Tensor]]:
+        """Yield each block's augmentation numbers, drawn for many blocks at a time: the hash costs little more."""
+        for first in range(0, len(places), _DRAWN):
+            part = places[first : first + _DRAWN]
+            index = self.split.index[torch.cat(part).to(self.split.index.device)].to(self.device)
+            sizes = [len(block) for block in part]
+            numbers = [
                 torch.split(augmentation.draw(key, index), sizes)
                 for augmentation, key in zip(self.augmentation, keys, strict=True)
             ]
-            for i in range(len(block)):
-                yield [numbers[i] for numbers in drawn]
+            for i in range(len(part)):
+                yield [pieces[i] for pieces in numbers]
 
-    def _finish(self, rows: _Rows, numbers: list[Tensor]) -> Batch:
-        images, converted = rows.images, False
-        for augmentation, drawn in zip(self.augmentation, numbers, strict=True):
-            if not augmentation.moves_only and not converted:
-                images, converted = self.split.convert(images), True
-            images = augmentation.apply(images, drawn)
-            if not augmentation.moves_only:
-                images = images.clamp_(0.0, 1.0)
-        if not converted:
-            images = self.split.convert(images)
-        return Batch(images, rows.labels, rows.index, rows.groups)
+    def _finish(self, examples: Batch, sizes: list[int], numbers: list[Tensor]) -> Iterator[Batch]:
+        """Augment a block of stored examples and cut it into batches of floats.
 
-    def _select(self, places: Tensor) -> _Rows:
+        What only moves pixels is done to stored values and for the whole block; the rest to floats, batch by batch.
+        """
+        images = examples.images
+        left = list(zip(self.augmentation, numbers, strict=True))
+        while left and left[0][0].moves_only:
+            augmentation, own = left.pop(0)
+            images = augmentation.apply(images, own)
+        moved, first = Batch(images, examples.labels, examples.index, examples.groups), 0
+        for size in sizes:
+            part, first = slice(first, first + size), first + size
+            batch = moved[part]
+            images = self.split.convert(batch.images)
+            for augmentation, own in left:
+                images = augmentation.apply(images, own[part])
+                images = images if augmentation.moves_only else images.clamp_(0.0, 1.0)
+            yield Batch(images, batch.labels, batch.index, batch.groups)
+
+    def _select(self, places: Tensor) -> Batch:
         split = self.split
         groups = None if split.groups is None else split.groups[places]
-        return _Rows(split.images.index_select(0, places), split.labels[places], split.index[places], groups)
+        return Batch(split.images.index_select(0, places), split.labels[places], split.index[places], groups)
 
-    def _gather(self, shares: list[Tensor]) -> Iterator[_Rows]:
-        for share in shares:
-            yield self._select(share.to(self.device, non_blocking=True))
+    def _gather(self, places: list[Tensor]) -> Iterator[Batch]:
+        for block in places:
+            yield self._select(block.to(self.device, non_blocking=True))
 
-    def _gather_ahead(self, shares: list[Tensor]) -> Iterator[_Rows]:
-        """Yield batches that a thread gathers ahead of use, pinned where the device is a GPU."""
-        ready: queue.Queue[_Rows | BaseException] = queue.Queue(maxsize=_AHEAD)
+    def _gather_ahead(self, places: list[Tensor]) -> Iterator[Batch]:
+        """Yield blocks that a thread gathers ahead of use, pinned where the device is a GPU."""
+        ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=_AHEAD)
         stop = threading.Event()
 
-        def put(item: _Rows | BaseException) -> None:
+        def put(item: Batch | BaseException) -> None:
             while not stop.is_set():
                 with contextlib.suppress(queue.Full):
                     ready.put(item, timeout=0.1)
@@ -140,22 +139,22 @@ class Loader:
 
         def work() -> None:
             try:
-                for share in shares:
+                for block in places:
                     if stop.is_set():
                         return
-                    rows = self._select(share)
-                    put(_pin(rows) if self.device.type == "cuda" else rows)
+                    examples = self._select(block)
+                    put(_each(examples, Tensor.pin_memory) if self.device.type == "cuda" else examples)
             except BaseException as error:  # handed to the consumer, which raises it
                 put(error)
 
         thread = threading.Thread(target=work, name="dale-loader", daemon=True)
         thread.start()
         try:
-            for _ in shares:
+            for _ in places:
                 item = ready.get()
                 if isinstance(item, BaseException):
                     raise item
-                yield _send(item, self.device)
+                yield _each(item, lambda tensor: tensor.to(self.device, non_blocking=True))
         finally:
             stop.set()
             thread.join()
@@ -169,16 +168,6 @@ def _fits(split: Split, device: torch.device) -> bool:
     return split.images.nbytes < free // 2
 
 
-def _pin(rows: _Rows) -> _Rows:
-    groups = None if rows.groups is None else rows.groups.pin_memory()
-    return _Rows(rows.images.pin_memory(), rows.labels.pin_memory(), rows.index.pin_memory(), groups)
-
-
-def _send(rows: _Rows, device: torch.device) -> _Rows:
-    groups = None if rows.groups is None else rows.groups.to(device, non_blocking=True)
-    return _Rows(
-        rows.images.to(device, non_blocking=True),
-        rows.labels.to(device, non_blocking=True),
-        rows.index.to(device, non_blocking=True),
-        groups,
-    )
+def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    groups = None if batch.groups is None else change(batch.groups)
+    return Batch(change(batch.images), change(batch.labels), change(batch.index), groups)
