@@ -198,14 +198,18 @@ def _from_component(plain: Any, expected: type[Component], where: str, trust: bo
     if not isinstance(plain, Mapping):
         raise UsageError(f"{where}: expected a {expected.__name__} (a name, or a mapping with `type`), got {plain!r}")
     values = dict(plain)
-    name = values.pop("type", expected.__name__)
-    if not isinstance(name, str):
-        raise UsageError(f"{where}.type: expected a name, got {name!r}")
-    cls = find(expected, name, trust=trust)
+    concrete = dataclasses.is_dataclass(expected) and not getattr(expected, "__abstractmethods__", None)
+    if "type" not in values and concrete:
+        cls: Any = expected
+    else:
+        name = values.pop("type", expected.__name__)
+        if not isinstance(name, str):
+            raise UsageError(f"{where}.type: expected a name, got {name!r}")
+        cls = find(expected, name, trust=trust)
     if not (isinstance(cls, type) and issubclass(cls, Component) and dataclasses.is_dataclass(cls)):
-        raise UsageError(f"{where}: {name!r} is not a component class (a frozen dataclass derived from Component)")
+        raise UsageError(f"{where}: {cls!r} is not a component class (a frozen dataclass derived from Component)")
     if not issubclass(cls, expected):
-        raise UsageError(f"{where}: {name!r} is a {cls.__name__}, expected a {expected.__name__}")
+        raise UsageError(f"{where}: expected a {expected.__name__}, got the {cls.__name__} of {cls.__module__}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
     code = {f.name for f in dataclasses.fields(cls) if f.metadata.get("code")}
