@@ -90,6 +90,10 @@ class TestContract:
         w = aggregator(torch.full((3, 2), level))
         torch.testing.assert_close(w.sum(0), torch.ones(2))
 
+    def test_no_number_is_read_back_to_the_host(self, aggregator):
+        # a tensor without data has no number to read: any `.item()` or branch on a value would raise
+        assert aggregator(torch.empty(4, 3, device="meta")).shape == (4, 3)
+
     def test_empty_batch(self, aggregator):
         assert aggregator(torch.zeros(3, 0)).shape == (3, 0)
 
@@ -100,6 +104,16 @@ class TestContract:
 
     def test_yaml_round_trip(self, aggregator):
         assert load_yaml(dump_yaml(aggregator), Aggregator) == aggregator
+
+
+def test_weigh_sees_finite_losses_only():
+    class Checked(Aggregator):
+        def weigh(self, losses):
+            assert losses.isfinite().all()
+            return torch.full_like(losses, 0.5)
+
+    losses = torch.tensor([[math.nan, 1.0, 0.0], [math.inf, 2.0, -math.inf]])
+    assert Checked()(losses).tolist() == [[1, 0.5, 0.5], [0, 0.5, 0.5]]
 
 
 def test_max_takes_the_first_of_equal_losses():
@@ -132,6 +146,7 @@ def test_tilted_limits_and_value():
     losses = random_losses(6)
     assert torch.equal(Tilted(t=0)(losses), MeanOf()(losses))
     assert torch.equal(Tilted(t=1e8)(losses), MaxOf()(losses))
+    assert torch.equal(Tilted(t=1e8)(torch.full((2, 3), 1e35)), torch.full((2, 3), 0.5))
     torch.testing.assert_close(Tilted(t=2.0)(torch.tensor([[0.0], [math.log(3) / 2]])), torch.tensor([[0.25], [0.75]]))
 
 

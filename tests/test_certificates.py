@@ -124,14 +124,27 @@ def test_betting_by_hand():
     assert betting([0.0], 0.5, 1.0) == pytest.approx(1 - 0.75 / 1.75)
     # one value B: y = 0 never gains, nothing is rejected
     assert betting([3.0], 0.5, 3.0) == 3.0
-    # two values: the second bet knows the first (centre 0.75, variance (1/4 + 1/16) / 2), solved by a plain search
-    alpha, first = 0.3, math.sqrt(math.log(1 / 0.3) / 0.25)
-    second = math.sqrt(math.log(1 / 0.3) / 0.15625)
-    level = np.linspace(1e-6, 1, 1_000_001)
-    one = 1 + np.minimum(first, 0.75 / level) * (1 - level)
-    both = one * (1 + np.minimum(second, 0.75 / level) * (0.9 - level))
-    rejected = level[np.maximum(one, both) >= 1 / alpha]
-    assert betting([0.0, 0.1], alpha, 1.0) == pytest.approx(1 - rejected.max(), abs=2e-6)
+
+
+@pytest.mark.parametrize("values", [[0.6, 0.9, 0.4], [0.0, 0.1], [0.2, 0.0, 1.0, 0.7, 0.1, 0.3, 0.3, 0.0, 0.05, 0.2]])
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 0.8])
+def test_betting_against_the_definition_written_out(values, alpha):
+    level = np.linspace(1e-5, 1, 100_000)
+    capital, best = np.ones_like(level), np.ones_like(level)
+    past: list[float] = []
+    centres: list[float] = []
+    for x in values:
+        y = 1 - x
+        # the bet on y is made from what came before it: the regularised variance of the past
+        variance = (0.25 + sum((p - c) ** 2 for p, c in zip(past, centres, strict=True))) / (len(past) + 1)
+        bet = math.sqrt(2 * math.log(1 / alpha) / (len(values) * variance))
+        capital = capital * (1 + np.minimum(bet, 0.75 / level) * (y - level))
+        best = np.maximum(best, capital)
+        past.append(y)
+        centres.append((0.5 + sum(past)) / (len(past) + 1))
+    rejected = level[best >= 1 / alpha]
+    expected = max(np.mean(values), 1 - rejected.max() if len(rejected) else 1.0)
+    assert betting(values, alpha, 1.0) == pytest.approx(expected, abs=2e-5)
 
 
 def test_betting_errs_on_the_safe_side_of_its_search():

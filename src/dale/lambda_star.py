@@ -97,10 +97,12 @@ def gamma_for_budget(losses: Tensor, norm_budget: float) -> Tensor:
     return root.squeeze(0).to(torch.promote_types(losses.dtype, torch.float32))
 
 
-def _temperature(losses: Tensor, gamma: Gamma) -> Tensor:
+def _temperature(losses: Tensor, gamma: Gamma) -> Gamma:
     """Return K gamma, kept above zero: the limit gamma -> 0 is reached long before the smallest number."""
-    product = torch.as_tensor(gamma, dtype=losses.dtype, device=losses.device) * len(losses)
-    return product.clamp_min(torch.finfo(losses.dtype).tiny)
+    tiny = torch.finfo(losses.dtype).tiny
+    if isinstance(gamma, Tensor):
+        return (len(losses) * gamma.to(losses.dtype)).clamp_min(tiny)
+    return max(len(losses) * gamma, tiny)  # a number stays one: no copy to the device, so a graph can capture this
 
 
 def _scaled(losses: Tensor, gamma: Gamma) -> Tensor:
