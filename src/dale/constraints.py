@@ -20,7 +20,7 @@ from dale.components import Component
 from dale.errors import UsageError, require, require_choice, require_non_negative, require_positive
 from dale.losses import CrossEntropy, Loss, ZeroOne
 
-DUAL_BUDGET = 50.0  # how far a multiplier may travel in a whole run at a violation of one: see `Constraint.step_size`
+DUAL_BUDGET = 10.0  # how far a multiplier may travel in a whole run at a violation of one: see `Constraint.step_size`
 DEFAULT_STEP_SIZE = 0.01  # where the length of the run is unknown
 
 
@@ -33,10 +33,10 @@ class Constraint(Component):
     per `class`, or one per `group` given with the data; `limit` is then one number or one per group.
 
     Dual ascent: `step_size` = eta_d, per `step` on the batch's estimate or per `epoch` on the epoch's average
-    (Algorithm 1 as printed); the same eta_d means very different things under the two. None chooses 50 over the number
-    of ascents of the run, near the paper's 1e-3 per step for its 78,000 steps. `initial` = nu_0; `upper` bounds the
-    multiplier. `tighten`: train at the limit minus the gap between held-out and training nominal loss, measured every
-    epoch, so that the promise holds on data not trained on.
+    (Algorithm 1 as printed); the same eta_d means very different things under the two. None chooses 10 over the number
+    of ascents of the run, so that the large violations of the first steps do not wind the multiplier up. `initial` =
+    nu_0; `upper` bounds the multiplier. `tighten`: train at the limit minus the gap between held-out and training
+    nominal loss, measured every epoch, so that the promise holds on data not trained on.
     """
 
     loss: Loss = CrossEntropy()

@@ -1,0 +1,43 @@
+"""`dale certify`: at which level the nominal constraint holds, with which confidence, on data nobody touched."""
+
+from __future__ import annotations
+
+import argparse
+
+from dale.errors import UsageError
+
+HELP = "certify a run's nominal performance on held-out data never used before"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("run", metavar="RUN", help="a run folder")
+    parser.add_argument("--alpha", type=float, default=0.05, help="the statement fails with at most this probability")
+    parser.add_argument("--clip", type=float, default=10.0, help="B: the statement is about min(loss, B)")
+    parser.add_argument(
+        "--method",
+        choices=("betting", "empirical_bernstein", "hoeffding"),
+        default="betting",
+        help="the bound; choose before you look",
+    )
+    parser.add_argument("--data-dir", metavar="DIR", help="where data files lie (default: $DALE_DATA or a user cache)")
+    parser.add_argument("--device", metavar="DEVICE", default="cpu", help="cpu or cuda")
+    parser.add_argument("--trust", action="store_true", help="honour import paths in the run's configuration")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    from dale.files import read_json, write_json
+    from dale.training.certification import certify_run
+    from dale.training.runs import load_run
+
+    loaded = load_run(args.run, trust=args.trust, device=args.device)
+    data = loaded.data(args.data_dir)
+    certificate = certify_run(loaded, data, alpha=args.alpha, clip=args.clip, method=args.method)
+    if certificate is None:
+        raise UsageError(f"{args.run} was trained without a constraint ({loaded.objective.name}): nothing was promised")
+    print(certificate.statement())
+    path = loaded.path / "evaluation.json"
+    plain = read_json(path) if path.exists() else {}
+    write_json(path, plain | {"certificate": certificate.to_plain()})
+    return 0

@@ -1,0 +1,94 @@
+"""The end of a training: evaluation on the test set, the certificate, and the closing table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dale.data import Dataset
+    from dale.training.runs import Run
+
+LIMIT = 400  # test images evaluated on a CPU by default, at least; a tenth of the training set where that is more
+
+
+def close_run(
+    run: Run, data: Dataset, *, attacks: Sequence[str] | None, examples: int | None, progress: bool
+) -> dict[str, Any]:
+    """Evaluate and certify a run; returns the content of evaluation.json."""
+    import torch
+
+    from dale.evaluation import evaluate
+    from dale.files import read_json, write_json
+    from dale.training.certification import certify_run
+
+    objective = run.objective
+    assert objective.perturbations is not None
+    on_gpu = next(run.model.parameters()).device.type == "cuda" and torch.cuda.is_available()
+    if examples is None and not on_gpu:
+        examples = max(LIMIT, len(data.train) // 10)
+    names = list(attacks) if attacks else ["fgsm", "pgd20x10" if len(data.test) <= LIMIT else "pgd20"]
+    rho = next((c.limit for c in objective.constraints if not c.on_accuracy and isinstance(c.limit, float)), None)
+    evaluate(
+        run.model,
+        data,
+        objective.perturbations,
+        names,
+        examples=None if examples is None else min(examples, len(data.test)),
+        rho=rho,
+        out=run.path,
+        progress=progress,
+    )
+    plain: dict[str, Any] = read_json(run.path / "evaluation.json")
+    certificate = certify_run(run, data)
+    if certificate is not None:
+        plain["certificate"] = certificate.to_plain()
+        write_json(run.path / "evaluation.json", plain)
+    return plain
+
+
+def closing_table(done: Sequence[tuple[Run, dict[str, Any] | None]]) -> str:
+    """Set the runs side by side: accuracies, the nominal loss against its limit, multipliers, the certificate."""
+    attacks = [a["name"] for _, plain in done if plain is not None for a in plain["attacks"][:8]]
+    columns = list(dict.fromkeys(attacks))
+    head = ["row", "clean", *columns, "held-out loss", "constraint", "nu"]
+    rows = [[*_cells(run, plain, columns)] for run, plain in done]
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *rows)]
+    table = "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    notes = [""]
+    first, plain = done[0]
+    if plain is not None:
+        shown = plain["clean"]["n"]
+        notes.append(f"Accuracies on {shown} test images; under attack they are upper bounds on the true ones.")
+        if "certificate" in plain:
+            notes.append(plain["certificate"]["statement"])
+        notes += [f"Warning: {alarm['message']}" for alarm in plain["alarms"] if not alarm["passed"]]
+    if first.summary["feasible"] is False:
+        notes.append("The constraint is NOT met on held-out data: the checkpoint with the smallest violation was kept.")
+    return "\n".join([table, *notes])
+
+
+def _cells(run: Run, plain: dict[str, Any] | None, columns: Sequence[str]) -> list[str]:
+    held = run.summary["validation"]
+    accuracies = {} if plain is None else {a["name"]: a["accuracy"]["accuracy"] for a in plain["attacks"]}
+    clean = held["clean_accuracy"] if plain is None else plain["clean"]["accuracy"]
+    limits, verdicts, multipliers = [], [], []
+    for constraint, measured, values in zip(
+        run.objective.constraints, held["constraints"], run.summary["multipliers"], strict=True
+    ):
+        worst = max((v for v in measured["measure"] if v is not None), default=float("nan"))
+        name = "error" if constraint.on_accuracy else "loss"
+        limit = max(constraint.limit) if isinstance(constraint.limit, tuple) else constraint.limit
+        limits.append(f"{name} <= {limit:.3g}")
+        verdicts.append(f"{name} {worst:.3f}" if name == "error" else "")
+        multipliers.append(f"{min(values):.2f}" if len(values) == 1 else f"{min(values):.2f}..{max(values):.2f}")
+    met = {None: "none", True: "met: ", False: "NOT met: "}[run.summary["feasible"]]
+    return [
+        run.objective.name,
+        f"{clean:.1%}",
+        *(f"{accuracies[c]:.1%}" if c in accuracies else "-" for c in columns),
+        f"{held['nominal_loss']:.3f}",
+        met + ", ".join(limits),
+        ", ".join(multipliers) or "-",
+    ]

@@ -1,0 +1,105 @@
+"""`dale train`: train, evaluate, certify; everything ends up in the run folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dale.cli.options import add_options, build_config
+from dale.errors import UsageError
+
+if TYPE_CHECKING:
+    from dale.training.config import RunConfig
+    from dale.training.runs import Run
+
+HELP = "train a robust classifier under a nominal constraint; alone: DALE on embedded digits"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--out", metavar="RUN", help="the run folder to make (default: a new one under runs/)")
+    parser.add_argument("--resume", metavar="RUN", help="continue an interrupted run")
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    closing = parser.add_argument_group("closing evaluation, on the test set")
+    closing.add_argument("--attacks", metavar="NAME", nargs="+", help="attacks (`dale list attacks`)")
+    closing.add_argument("--examples", metavar="N", type=int, help="evaluate on the first N test images")
+    closing.add_argument("--no-evaluate", action="store_true", help="train only")
+    closing.add_argument(
+        "--compare", metavar="NAME", nargs="+", default=[], help="train these rows too and set them side by side"
+    )
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    if args.resume is not None:
+        config, out = _resumed(args)
+    else:
+        config, out = build_config(args), args.out
+    done = [_train(args, config, out)]
+    for name in args.compare:
+        from dale.training.recipes import with_algorithm
+
+        folder = done[0][0].path / "compare" / name
+        done.append(_train(args, with_algorithm(config, name), str(folder)))
+    from dale.cli.closing import closing_table
+
+    print(closing_table(done))
+    print(f"\nRun folder: {done[0][0].path}")
+    return 0
+
+
+def _resumed(args: argparse.Namespace) -> tuple[RunConfig, str]:
+    from dale.training.runs import RunFolder
+
+    config = RunFolder(args.resume).config(trust=args.trust)
+    defaults = argparse.ArgumentParser()
+    add_options(defaults)
+    blank = vars(defaults.parse_args([]))
+    ignored = [
+        name for name, value in blank.items() if name not in ("trust", "data_dir") and getattr(args, name) != value
+    ]
+    if ignored or args.out:
+        name = "--" + (ignored[0] if ignored else "out").replace("_", "-")
+        raise UsageError(f"--resume continues a run as it was configured; {name} cannot be changed with it")
+    return config, args.resume
+
+
+def _train(args: argparse.Namespace, config: RunConfig, out: str | None) -> tuple[Run, dict[str, Any] | None]:
+    """Train one row, then evaluate and certify it."""
+    from pathlib import Path
+
+    from dale.models import create_model
+    from dale.training import fit
+
+    objective = config.build_objective()
+    data = config.data.load(args.data_dir)
+    model = create_model(
+        config.model.name,
+        data,
+        activation=config.model.activation,
+        seed=config.training.seed,
+        init=config.model.init,
+    )
+    resume = args.resume is not None and out is not None and (Path(out) / "config.yaml").exists()
+    if not args.quiet:
+        print(f"{objective.name} on {data!r}", file=sys.stderr)
+    run = fit(
+        model,
+        objective,
+        data,
+        out=out,
+        config=config,
+        device=args.device,
+        resume=resume,
+        progress=not args.quiet,
+    )
+    for line in run.summary["warnings"]:
+        print(f"warning: {line}", file=sys.stderr)
+    if args.no_evaluate or objective.perturbations is None:
+        return run, None
+    from dale.cli.closing import close_run
+
+    return run, close_run(run, data, attacks=args.attacks, examples=args.examples, progress=not args.quiet)

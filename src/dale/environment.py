@@ -1,0 +1,44 @@
+"""What a number was measured on: hardware and versions. A result without them does not count."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from typing import Any
+
+
+def environment() -> dict[str, Any]:
+    """Return hardware, versions and thread settings as plain values; names no user, host or path."""
+    import numpy
+    import torch
+
+    import dale
+
+    facts: dict[str, Any] = {
+        "dale": dale.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["gpus"] = torch.cuda.device_count()
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def _cpu_name() -> str:
+    if sys.platform == "linux":
+        try:
+            with open("/proc/cpuinfo", encoding="utf-8") as file:
+                for line in file:
+                    if line.startswith("model name"):
+                        return line.partition(":")[2].strip()
+        except OSError:
+            pass
+    return platform.processor() or platform.machine()

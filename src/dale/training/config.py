@@ -1,0 +1,151 @@
+"""The configuration of a run: one component tree, written to `config.yaml` and read back equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from dale import algorithms
+from dale.components import Component, dump_yaml, from_plain, is_import_path, parse_yaml
+from dale.data import Augmentation, Dataset, load_dataset
+from dale.errors import UsageError, require, require_choice
+from dale.objectives import Objective
+from dale.perturbations import PerturbationSet
+from dale.training.averaging import Averaging
+from dale.training.optimisers import AdamW, OneCycle, Optimiser, Schedule
+from dale.training.validation import Validation
+
+FORMAT = 1  # of config files; raised when older ones can no longer be read
+PATHS = ("dataset", "data_dir", "init")  # options whose text is a path and never code to import
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Component):
+    """Which data: a name, an .npz or a folder; where files live; sizes of the splits; the seed that deals them."""
+
+    dataset: str = "digits"
+    train_size: int | None = None
+    validation_size: int | None = None
+    certification_size: int | None = None
+    test_size: int | None = None
+    seed: int = 0
+
+    def load(self, data_dir: str | None = None) -> Dataset:
+        """Load the data set."""
+        return load_dataset(
+            self.dataset,
+            data_dir=data_dir,
+            seed=self.seed,
+            train_size=self.train_size,
+            validation_size=self.validation_size,
+            certification_size=self.certification_size,
+            test_size=self.test_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Component):
+    """Which model: a name or an import path, its activation, and the weights to start from."""
+
+    name: str = "convnet"
+    activation: str = "relu"
+    init: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(Component):
+    """A row by its name (or import path), for a set, with the row's own options as plain values."""
+
+    name: str = "dale"
+    perturbations: PerturbationSet | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Objective:
+        """Return the objective."""
+        types = algorithms.options_of(algorithms.find_row(self.name))
+        values = {
+            # what is not an option of the row is handed on as it is: `algorithms.build` names the nearest valid one
+            name: from_plain(value, types[name], where=f"--{name.replace('_', '-')}", trust=True)
+            if name in types
+            else value
+            for name, value in self.options.items()
+        }
+        return algorithms.build(self.name, self.perturbations, **values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Component):
+    """How to train: everything but data, model and objective.
+
+    `deterministic` promises the same bits on a GPU as well; on a CPU they are promised anyway.
+    """
+
+    epochs: int = 40
+    batch_size: int = 128
+    optimiser: Optimiser = AdamW()
+    schedule: Schedule = OneCycle()
+    averaging: Averaging | None = Averaging()
+    augmentation: tuple[Augmentation, ...] = ()
+    validation: Validation = Validation()
+    precision: Literal["float32", "bfloat16"] = "float32"
+    seed: int = 0
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.epochs >= 1, f"Training: epochs must be at least 1, got {self.epochs!r}")
+        require(self.batch_size >= 1, f"Training: batch_size must be at least 1, got {self.batch_size!r}")
+        require_choice(self, ("float32", "bfloat16"), precision=self.precision)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the forward and backward passes; losses are float32 always."""
+        return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Component):
+    """A whole run: data, model, objective (a named row, or one spelled out) and training."""
+
+    format: int = FORMAT
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    objective: Algorithm | Objective = Algorithm()
+    training: Training = Training()
+
+    def build_objective(self) -> Objective:
+        """Return the objective."""
+        return self.objective.build() if isinstance(self.objective, Algorithm) else self.objective
+
+    def to_yaml(self) -> str:
+        """Write the configuration."""
+        return dump_yaml(self)
+
+    @staticmethod
+    def from_yaml(text: str, *, where: str = "config", trust: bool = False) -> RunConfig:
+        """Read a configuration; code that it names is refused unless trusted."""
+        plain = parse_yaml(text, where)
+        if not isinstance(plain, Mapping):
+            raise UsageError(f"{where}: expected the configuration of a run, got {plain!r:.80}")
+        version = plain.get("format", FORMAT)
+        if version != FORMAT:
+            raise UsageError(f"{where}: configuration format {version!r}; this version of dale reads format {FORMAT}")
+        if not trust:
+            refuse_code(plain, where)
+        config = from_plain(plain, RunConfig, where=where, trust=trust)
+        assert isinstance(config, RunConfig)
+        return config
+
+
+def refuse_code(plain: Any, where: str, key: str = "") -> None:
+    """Raise if any text in a file is an import path: a stranger's configuration runs nothing."""
+    if isinstance(plain, Mapping):
+        for name, value in plain.items():
+            refuse_code(value, f"{where}.{name}", str(name))
+    elif isinstance(plain, (list, tuple)):
+        for number, value in enumerate(plain):
+            refuse_code(value, f"{where}[{number}]", key)
+    elif isinstance(plain, str) and key not in PATHS and is_import_path(plain):
+        raise UsageError(f"{where} names code to import, {plain!r}; pass --trust if you trust where the file came from")

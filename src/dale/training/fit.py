@@ -1,0 +1,189 @@
+"""`fit`: train a model on data under an objective, in a run folder, from the start or from its last checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dale.components import import_path
+from dale.data import Dataset, Loader
+from dale.errors import UsageError, require
+from dale.files import write_json
+from dale.models import load_weights
+from dale.objectives import Objective
+from dale.training.averaging import AveragedModel
+from dale.training.config import DataConfig, ModelConfig, RunConfig, Training
+from dale.training.diagnosis import stuck
+from dale.training.loop import Trainer
+from dale.training.progress import Progress, TensorBoard
+from dale.training.runs import Run, RunFolder, save_model
+from dale.training.state import TrainState
+
+
+def default_device() -> str:
+    """A GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def fit(
+    model: nn.Module,
+    objective: Objective,
+    data: Dataset,
+    *,
+    out: str | Path | None = None,
+    config: RunConfig | None = None,
+    device: str | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    **training: Any,
+) -> Run:
+    """Train `model` and return the run, with the selected weights in `run.model` (which is `model`, in eval mode).
+
+    `training` are fields of `Training`: epochs, batch_size, optimiser, schedule, ... `out` is the run folder; without
+    it a new one is made under runs/. `config` overrides what is recorded as the run's configuration. With `resume` the
+    run in `out` continues from its newest readable checkpoint, and ends as if it had never stopped.
+    """
+    config = _config(model, objective, data, config, training)
+    settings = config.training
+    _check(model, objective, data)
+    place = torch.device(device or default_device())
+    folder = RunFolder(out if out is not None else free_folder(data.name, objective.name))
+    if not resume:
+        folder.create(config, objective)
+    torch.set_flush_denormal(True)  # KL training runs into denormals, which slow a CPU down tenfold
+    with folder.locked(), torch.random.fork_rng(), _determinism(settings.deterministic):
+        model.to(place)
+        loader = Loader(
+            data.train,
+            settings.batch_size,
+            seed=settings.seed,
+            augmentation=settings.augmentation,
+            device=place,
+        )
+        filled = objective.for_run(settings.epochs * len(loader), settings.epochs)
+        average = None if settings.averaging is None else AveragedModel(model, settings.averaging)
+        state = TrainState(
+            model,
+            settings.optimiser.build(model),
+            filled.initial_duals(data.num_classes, data.num_groups, place),
+            average,
+        )
+        notes = folder.restore(state) if resume else []
+        folder.write_metrics(state.history)
+        total, done = settings.epochs * len(loader), state.epoch * len(loader) + state.batch
+        board = TensorBoard(folder.path, state.epoch + 1)
+        try:
+            with Progress(total, done, progress) as bar:
+                for note in notes:
+                    bar.say(f"warning: {note}")
+                Trainer(config, filled, data, state, folder, loader, place, bar, board).run()
+        finally:
+            board.close()
+        summary = _finish(model, filled, data, state, folder, config)
+    return Run(folder, model, config, objective, summary)
+
+
+def _finish(
+    model: nn.Module, objective: Objective, data: Dataset, state: TrainState, folder: RunFolder, config: RunConfig
+) -> dict[str, Any]:
+    """Keep the last weights and the selected ones, and say what was selected and whether the limits are met."""
+    save_model(state.shipped, folder.path / "last.safetensors", config, data)
+    best = state.selection.best
+    assert best is not None  # the last epoch is always validated
+    load_weights(model, folder.candidate(best.epoch))
+    model.eval()
+    save_model(model, folder.path / "model.safetensors", config, data)
+    last = state.history[-1]
+    summary = {
+        "selected_epoch": best.epoch,
+        "epochs": config.training.epochs,
+        "score": best.score,
+        "feasible": best.feasible if objective.constraints else None,
+        "violation": best.violation if objective.constraints else None,
+        "validation": next(r["validation"] for r in state.history if r["epoch"] == best.epoch),
+        "multipliers": [constraint["multiplier"] for constraint in last["constraints"]],
+        "warnings": stuck(state.history, config.training.epochs),
+        "seconds": sum(r["seconds"]["total"] for r in state.history),
+    }
+    write_json(folder.path / "summary.json", summary)
+    return summary
+
+
+def _config(
+    model: nn.Module, objective: Objective, data: Dataset, config: RunConfig | None, training: dict[str, Any]
+) -> RunConfig:
+    """The configuration to record: the given one, or one that describes the objects at hand."""
+    if config is None:
+        name = getattr(model, "dale_name", None) or import_path(type(model))
+        config = RunConfig(
+            data=DataConfig(
+                dataset=data.name,
+                train_size=len(data.train),
+                validation_size=len(data.validation),
+                certification_size=len(data.certification),
+            ),
+            model=ModelConfig(name=name, activation=getattr(model, "dale_activation", "relu")),
+            objective=objective,
+        )
+    try:
+        return replace(config, training=replace(config.training, **training))
+    except TypeError as error:
+        valid = ", ".join(Training.__dataclass_fields__)
+        raise UsageError(f"{str(error).partition('() ')[2] or error}; options of training are: {valid}") from error
+
+
+def _check(model: nn.Module, objective: Objective, data: Dataset) -> None:
+    """Refuse what could only fail later: a model whose outputs do not fit the labels."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    image = next(iter(data.train.first(1).batches(1))).to(device)
+    was = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = model(image.images)
+    except (RuntimeError, ValueError, TypeError) as error:
+        shape = "x".join(map(str, data.image_shape))
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"the model does not accept images of {shape}, the shape of {data.name}: {reason}") from error
+    finally:
+        for module, training in was:
+            module.training = training
+    require(
+        logits.dim() == 2 and len(logits) == 1,
+        f"the model returned shape {tuple(logits.shape)} for one image; expected (1, {data.num_classes})",
+    )
+    require(
+        logits.shape[1] >= data.num_classes,
+        f"the model has {logits.shape[1]} outputs, {data.name} has {data.num_classes} classes",
+    )
+
+
+def free_folder(dataset: str, algorithm: str) -> Path:
+    """The first free folder runs/DATASET-ALGORITHM-NNN."""
+    stem = Path(dataset).stem or "data"
+    name = algorithm.rpartition(":")[2]
+    number = 1
+    while (path := Path("runs") / f"{stem}-{name}-{number:03d}").exists():
+        number += 1
+    return path
+
+
+class _determinism:  # noqa: N801 (a context manager, used like a function)
+    """Ask torch for the same bits on a GPU, while inside."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+
+    def __enter__(self) -> None:
+        self.before = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)
+        if self.wanted:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+
+    def __exit__(self, *_: object) -> None:
+        torch.use_deterministic_algorithms(self.before[0])
+        torch.backends.cudnn.benchmark = self.before[1]

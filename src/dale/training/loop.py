@@ -1,0 +1,248 @@
+"""The training loop: epochs of steps, validation, tightening, selection, checkpoints; resumable at any moment.
+
+Everything random is a function of (seed, epoch, step, example), and everything else is in the state: so a run that was
+killed and resumed ends with the same bits as one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dale import random
+from dale.data import Dataset, Loader
+from dale.errors import DaleError, NumericsError
+from dale.objectives import Objective
+from dale.training.averaging import has_batchnorm, reestimate_batchnorm
+from dale.training.config import RunConfig
+from dale.training.diagnosis import stuck
+from dale.training.optimisers import set_learning_rate
+from dale.training.progress import Progress, TensorBoard
+from dale.training.runs import RunFolder, save_model
+from dale.training.state import TrainState
+from dale.training.steps import PlainStep
+from dale.training.validation import Validated, tighten, validate
+
+REESTIMATE = 2048  # images that the statistics of an averaged model are estimated on
+CHECK_EVERY = 50  # steps between two looks at whether the loss is finite, where looking costs a synchronisation
+
+
+class InterruptedTrainingError(DaleError):
+    """Training was asked to stop; its state is saved."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+@contextmanager
+def _listening() -> Iterator[Callable[[], int]]:
+    """Catch Ctrl-C and SIGTERM while inside; the function yielded tells which one came, or 0."""
+    received = 0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        if received:  # a second Ctrl-C does not wait
+            raise KeyboardInterrupt
+        received = number
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: 0
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Trainer:
+    """One run in progress."""
+
+    config: RunConfig
+    objective: Objective
+    data: Dataset
+    state: TrainState
+    folder: RunFolder
+    loader: Loader
+    device: torch.device
+    progress: Progress
+    board: TensorBoard
+
+    def __post_init__(self) -> None:
+        self.training = self.config.training
+        self.key = random.key(self.training.seed)
+        self.step = PlainStep(self.objective, self.training.dtype, self.device)
+        self.warned = False
+
+    def run(self) -> None:
+        """Train to the end."""
+        with _listening() as received:
+            while self.state.epoch < self.training.epochs:
+                started = time.perf_counter()
+                self._epoch(received)
+                trained = time.perf_counter() - started
+                record = self._end_epoch()
+                record["seconds"] = {"train": trained, "total": time.perf_counter() - started}
+                self._log(record)
+                self.folder.save_checkpoint(self.state, len(self.loader))
+                if received():
+                    self._stop(received())
+
+    def _epoch(self, received: Callable[[], int]) -> None:
+        state, batches = self.state, len(self.loader)
+        state.model.train()
+        for batch in self.loader.epoch(state.epoch, start=state.batch):
+            done = state.epoch * batches + state.batch
+            factor = self.training.schedule.factor(done / batches, self.training.epochs)
+            set_learning_rate(state.optimiser, self.training.optimiser.learning_rate * factor)
+            key = self.key.fold("step").fold(done)
+            seed = key.fold("dropout").word
+            torch.manual_seed(int(seed) & 0x7FFFFFFFFFFFFFFF)
+            self.step(state, batch, key)
+            state.batch += 1
+            self.progress.step()
+            if self.device.type == "cpu" or state.batch % CHECK_EVERY == 0:
+                self._check_finite()
+            if received() and state.batch < batches:
+                self._check_finite()
+                self.folder.save_checkpoint(state, batches)
+                self._stop(received())
+        self._check_finite()
+
+    def _stop(self, number: int) -> None:
+        trust = " --trust" if self._needs_trust() else ""
+        raise InterruptedTrainingError(
+            f"stopped; nothing is lost. Continue with: dale train --resume {self.folder.path}{trust}", number
+        )
+
+    def _needs_trust(self) -> bool:
+        try:
+            self.folder.config()
+        except DaleError:
+            return True
+        return False
+
+    def _check_finite(self) -> None:
+        if not bool(torch.isfinite(self.state.totals["loss"])):
+            raise NumericsError(
+                f"the loss is not finite in epoch {self.state.epoch + 1}; the last good checkpoint is kept. "
+                "A lower learning rate (--lr) usually helps"
+            )
+
+    def _end_epoch(self) -> dict[str, Any]:
+        """Finish an epoch: dual ascent per epoch, validation, tightening, selection; returns the log record."""
+        state, training = self.state, self.training
+        state.duals = self.objective.ascend_epoch(state.duals)
+        record = self._record()
+        state.epoch, state.batch, state.totals = state.epoch + 1, 0, {}
+        if state.epoch % training.validation.every == 0 or state.epoch == training.epochs:
+            self._prepare_shipped()
+            seen = self._validate()
+            record["validation"] = seen.to_plain()
+            if state.epoch < training.epochs:
+                state.duals = tighten(self.objective, state.duals, seen)
+            self._select(seen)
+        return record
+
+    def _prepare_shipped(self) -> None:
+        """Give the averaged model BatchNorm statistics of its own, estimated on what the row shows the model."""
+        state = self.state
+        if state.average is None:
+            return
+        state.average.copy_buffers(state.model)
+        if not has_batchnorm(state.model):
+            return
+        count = min(len(self.loader), math.ceil(REESTIMATE / self.loader.batch_size))
+        key = self.key.fold("statistics").fold(state.epoch)
+        runs = []
+        for number, batch in enumerate(self.loader.epoch(state.epoch - 1, start=len(self.loader) - count)):
+            with self.step.precision():
+                delta = self.objective.perturb(state.average.module, batch, key.fold(number))
+
+            def forward(model: nn.Module, batch: Any = batch, delta: Tensor | None = delta) -> None:
+                with self.step.precision():
+                    self.objective.lagrangian(model, batch, delta, state.duals)
+
+            runs.append(forward)
+        reestimate_batchnorm(state.average.module, runs)
+
+    def _validate(self) -> Validated:
+        return validate(
+            self.state.shipped,
+            self.objective,
+            self.state.duals,
+            self.data.train,
+            self.data.validation,
+            self.training.validation,
+            key=self.key.fold("validation"),
+            batch_size=max(128, self.training.batch_size),
+        )
+
+    def _select(self, seen: Validated) -> None:
+        epoch = self.state.epoch
+        save_model(self.state.shipped, self.folder.candidate(epoch), self.config, self.data)
+        for gone in self.state.selection.add(seen.candidate(epoch, self.objective)):
+            self.folder.candidate(gone).unlink(missing_ok=True)
+
+    def _record(self) -> dict[str, Any]:
+        """The epoch's averages as plain numbers: one read of the device."""
+        totals = {name: value.double().cpu() for name, value in self.state.totals.items()}
+        size = totals["size"]
+
+        def mean(name: str) -> float:
+            return float(totals[name] / size)
+
+        return {
+            "epoch": self.state.epoch + 1,
+            "epochs": self.training.epochs,
+            "step": (self.state.epoch + 1) * len(self.loader),
+            "learning_rate": float(self.state.optimiser.param_groups[0]["lr"]),
+            "loss": mean("loss"),
+            "robust_loss": mean("robust_loss"),
+            "nominal_loss": mean("nominal_loss"),
+            "clean_accuracy": mean("clean_correct"),
+            "robust_accuracy": mean("robust_correct"),
+            "constraints": [self._constraint_record(number, totals) for number in range(len(self.state.duals))],
+        }
+
+    def _constraint_record(self, number: int, totals: dict[str, Tensor]) -> dict[str, Any]:
+        constraint, dual = self.objective.constraints[number], self.state.duals[number]
+        limits = constraint.limits(len(dual.multiplier)).double()
+        measures = totals[f"measure.{number}"] / totals[f"members.{number}"]
+        return {
+            "name": "error" if constraint.on_accuracy else "loss",
+            "by": constraint.by,
+            "limit": limits.tolist(),
+            "margin": dual.margin.tolist(),
+            "measure": _numbers(measures),
+            "violation": _numbers(measures - limits),
+            "multiplier": dual.multiplier.tolist(),
+        }
+
+    def _log(self, record: dict[str, Any]) -> None:
+        self.state.history.append(record)
+        self.folder.append_metrics(record)
+        self.board.epoch(record)
+        self.progress.epoch(record)
+        lines = stuck(self.state.history, self.training.epochs)
+        if lines and not self.warned:
+            self.warned = True
+            for line in lines:
+                self.progress.say(f"warning: {line}")
+
+
+def _numbers(values: Tensor) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values.tolist()]

@@ -1,0 +1,240 @@
+"""Run folders: self-contained, written atomically, locked while a process trains in them.
+
+config.yaml  environment.json  metrics.jsonl  events.*  checkpoints/  model.safetensors  last.safetensors
+evaluation.json  report.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dale.data import Dataset
+from dale.environment import environment
+from dale.errors import CheckpointError, DaleError, UsageError
+from dale.files import read_json, read_tensors, read_text, write_json, write_tensors, write_text
+from dale.models import create_model, load_weights, save_weights
+from dale.objectives import Objective
+from dale.training.config import RunConfig
+from dale.training.state import TrainState
+
+KEPT = 2  # checkpoints: the newest, and the one before it in case the newest is damaged
+
+
+class RunFolder:
+    """The files of one run."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is anything at this place already."""
+        return self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+
+    def create(self, config: RunConfig, objective: Objective) -> None:
+        """Make the folder of a new run; an existing one is refused."""
+        if self.exists:
+            raise UsageError(
+                f"{self.path} already exists; choose another --out, "
+                f"or continue it with `dale train --resume {self.path}`"
+            )
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DaleError(f"cannot create {self.path}: {error.strerror or error}") from error
+        write_text(self.path / "config.yaml", config.to_yaml())
+        write_json(self.path / "environment.json", environment() | {"objective": repr(objective)})
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run: a second process that trains in the same folder is turned away."""
+        try:
+            file = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise DaleError(f"cannot write in {self.path}: {error.strerror or error}") from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise DaleError(f"{self.path} is in use: another process is training in it") from error
+            yield
+
+    def config(self, *, trust: bool = False) -> RunConfig:
+        """Read the configuration."""
+        path = self.path / "config.yaml"
+        if not path.is_file():
+            raise UsageError(f"{self.path} is not a run folder: it has no config.yaml")
+        return RunConfig.from_yaml(read_text(path), where=str(path), trust=trust)
+
+    def save_checkpoint(self, state: TrainState, batches: int) -> None:
+        """Write the state, and let go of checkpoints older than the one before."""
+        step = state.epoch * batches + state.batch
+        write_tensors(self.checkpoints / f"step-{step:09d}.safetensors", state.tensors(), state.facts())
+        for _, path in self._found()[:-KEPT]:
+            path.unlink(missing_ok=True)
+
+    def _found(self) -> list[tuple[int, Path]]:
+        pattern = re.compile(r"step-(\d{9})\.safetensors")
+        matches = [(pattern.fullmatch(p.name), p) for p in self.checkpoints.glob("step-*.safetensors")]
+        return sorted((int(match.group(1)), path) for match, path in matches if match)
+
+    def restore(self, state: TrainState) -> list[str]:
+        """Restore the newest checkpoint that can be read; returns a line for each that could not."""
+        notes: list[str] = []
+        for _, path in reversed(self._found()):
+            try:
+                tensors, facts = read_tensors(path)
+            except CheckpointError as error:
+                notes.append(f"{error}; falling back to the checkpoint before it")
+                continue
+            state.restore(tensors, facts, path.name)
+            return notes
+        if notes:
+            raise CheckpointError(f"no checkpoint of {self.path} can be read: {notes[0]}")
+        return notes
+
+    def candidate(self, epoch: int) -> Path:
+        """Where the weights of a candidate for selection lie."""
+        return self.checkpoints / f"candidate-{epoch:05d}.safetensors"
+
+    def write_metrics(self, history: list[dict[str, Any]]) -> None:
+        """Write all log lines anew, as after a resume: those after the checkpoint are gone."""
+        write_text(self.path / "metrics.jsonl", "".join(_line(record) for record in history))
+
+    def append_metrics(self, record: dict[str, Any]) -> None:
+        """Append one log line."""
+        try:
+            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(_line(record))
+        except OSError as error:
+            raise DaleError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror or error}") from error
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Read the log; a last line cut short by a crash is left out."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
+        records: list[dict[str, Any]] = []
+        lines = read_text(path).splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError("not a record")
+            except (ValueError, RecursionError) as error:
+                if number == len(lines):
+                    break
+                raise CheckpointError(f"{path}, line {number}: {error}") from error
+            records.append(record)
+        return records
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """Replace numbers that JSON cannot hold by null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def save_model(model: nn.Module, path: Path, config: RunConfig, data: Dataset) -> None:
+    """Write weights with all that is needed to build the model again."""
+    facts = {
+        "name": config.model.name,
+        "activation": config.model.activation,
+        "image_shape": list(data.image_shape),
+        "num_classes": data.num_classes,
+        "dataset": data.name,
+        "class_names": list(data.class_names),
+    }
+    save_weights(model, path, metadata={"dale-model": json.dumps(facts)})
+
+
+@dataclass
+class Run:
+    """A finished run: its folder, its selected model in eval mode, its configuration and results."""
+
+    folder: RunFolder
+    model: nn.Module
+    config: RunConfig
+    objective: Objective
+    summary: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        """Where the run lies."""
+        return self.folder.path
+
+    def data(self, data_dir: str | None = None) -> Dataset:
+        """Load the data set of the run."""
+        return self.config.data.load(data_dir)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The log lines, one per epoch."""
+        return self.folder.metrics()
+
+
+def load_run(path: Path | str, *, trust: bool = False, device: str = "cpu") -> Run:
+    """Load a finished run: configuration, objective and the selected model."""
+    folder = RunFolder(path)
+    config = folder.config(trust=trust)
+    weights = folder.path / "model.safetensors"
+    if not weights.is_file():
+        raise CheckpointError(
+            f"{folder.path} has no model.safetensors yet; finish it with `dale train --resume {folder.path}`"
+        )
+    summary_path = folder.path / "summary.json"
+    summary = read_json(summary_path) if summary_path.exists() else {}
+    return Run(folder, _build(weights, config).to(device).eval(), config, config.build_objective(), summary)
+
+
+def _build(weights: Path, config: RunConfig) -> nn.Module:
+    """Build the model that a weights file belongs to and load it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(weights, framework="pt") as file:
+            facts = json.loads((file.metadata() or {}).get("dale-model", "null"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{weights} is damaged: {str(error).splitlines()[0]}") from error
+    if not isinstance(facts, dict):
+        raise CheckpointError(
+            f"{weights} does not say which model it belongs to; build it and use dale.models.load_weights"
+        )
+    try:
+        channels, height, width = (int(n) for n in facts["image_shape"])
+        num_classes = int(facts["num_classes"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{weights}: its description of the model is damaged: {error}") from error
+    model = create_model(
+        config.model.name,
+        channels=channels,
+        size=(height, width),
+        num_classes=num_classes,
+        activation=config.model.activation,
+    )
+    load_weights(model, weights)
+    return model
+
+
+def load_model(path: Path | str, *, trust: bool = False, device: str = "cpu") -> nn.Module:
+    """Load the selected model of a run, in eval mode: a plain module from [0, 1] images to logits."""
+    return load_run(path, trust=trust, device=device).model

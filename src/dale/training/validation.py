@@ -1,0 +1,176 @@
+"""Validation: the weights that will be shipped, in eval mode, on held-out data.
+
+Measures every constraint on held-out and on training data (the gap tightens the limit), and accuracy, clean and under a
+short PGD attack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dale.batch import Batch
+from dale.components import Component
+from dale.constraints import Constraint, tightened
+from dale.data import Split
+from dale.errors import require
+from dale.losses import CrossEntropy
+from dale.modes import evaluating
+from dale.objectives import Duals, Objective
+from dale.random import Key
+from dale.samplers import Chain, pgd
+from dale.training.selection import Candidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation(Component):
+    """How checkpoints are validated: every `every` epochs, by PGD of `steps` steps on at most `examples` images.
+
+    None for `examples` takes a tenth of the training set's size, at least 200, so that validating costs a small share
+    of training. Clean measures always use the whole held-out split.
+    """
+
+    every: int = 1
+    steps: int = 10
+    examples: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("every", self.every), ("steps", self.steps), ("examples", self.examples)):
+            require(value is None or value >= 1, f"Validation: {name} must be at least 1, got {value!r}")
+
+    def attack(self) -> Chain:
+        """The attack that robust accuracy is measured with."""
+        return pgd(self.steps)
+
+    def count(self, train: Split, held_out: Split) -> int:
+        """How many held-out images are attacked."""
+        return min(len(held_out), max(200, len(train) // 10) if self.examples is None else self.examples)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A constraint's measure on a split, per group: mean, standard error of the mean, and members."""
+
+    mean: Tensor
+    error: Tensor
+    members: Tensor
+
+
+@dataclass(frozen=True)
+class Validated:
+    """What one validation found. `robust` is NaN where there is no perturbation set."""
+
+    clean: float
+    nominal: float
+    robust: float
+    measures: tuple[Measure, ...]
+    trained: tuple[Measure, ...]
+
+    def candidate(self, epoch: int, objective: Objective) -> Candidate:
+        """Turn it into a candidate for selection."""
+        excess = [
+            float((m.mean - c.limits(len(m.mean)) - m.error).nan_to_num(-math.inf).max())
+            for c, m in zip(objective.constraints, self.measures, strict=True)
+        ]
+        score = self.robust if objective.robust and math.isfinite(self.robust) else self.clean
+        return Candidate(epoch, score, max(excess, default=0.0))
+
+    def to_plain(self) -> dict[str, Any]:
+        """The numbers for a log line."""
+        plain: dict[str, Any] = {"clean_accuracy": self.clean, "nominal_loss": self.nominal}
+        if math.isfinite(self.robust):
+            plain["robust_accuracy"] = self.robust
+        plain["constraints"] = [
+            {"measure": _list(m.mean), "standard_error": _list(m.error), "train": _list(t.mean)}
+            for m, t in zip(self.measures, self.trained, strict=True)
+        ]
+        return plain
+
+
+def _list(values: Tensor) -> list[float | None]:
+    return [v if math.isfinite(v) else None for v in values.tolist()]
+
+
+def _batches(split: Split, batch_size: int, device: torch.device) -> Iterator[Batch]:
+    for batch in split.batches(batch_size):
+        yield batch.to(device)
+
+
+@torch.no_grad()
+def predict(model: nn.Module, split: Split, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels and groups (labels where there are none) of a whole split, in eval mode, on the CPU."""
+    logits, labels, groups = [], [], []
+    with evaluating(model):
+        for batch in _batches(split, batch_size, device):
+            logits.append(model(batch.images).float().cpu())
+            labels.append(batch.labels.cpu())
+            groups.append((batch.labels if batch.groups is None else batch.groups).cpu())
+    return torch.cat(logits), torch.cat(labels), torch.cat(groups)
+
+
+def measure(constraint: Constraint, count: int, logits: Tensor, labels: Tensor, groups: Tensor) -> Measure:
+    """Measure a constraint, per group, with the standard error of each mean."""
+    values = constraint.measured(logits, logits, labels).double()
+    member = constraint.membership(labels, groups, count).double()
+    members = member.sum(dim=0)
+    mean = (member * values.unsqueeze(1)).sum(dim=0) / members
+    spread = (member * (values.unsqueeze(1) - mean).square()).sum(dim=0) / (members - 1.0).clamp_min(1.0)
+    return Measure(mean, (spread / members).sqrt(), members)
+
+
+def robust_accuracy(
+    model: nn.Module, split: Split, objective: Objective, attack: Chain, key: Key, batch_size: int, device: torch.device
+) -> float:
+    """The share of examples that stay right under an attack from one random start."""
+    assert objective.perturbations is not None
+    correct = torch.zeros((), device=device)
+    with evaluating(model):
+        for batch in _batches(split, batch_size, device):
+            delta = attack(model, batch, objective.perturbations, CrossEntropy(), key=key)[0]
+            with torch.no_grad():
+                perturbed = model(objective.perturbations.apply(batch.images, delta))
+                right = (perturbed.argmax(dim=1) == batch.labels) & (model(batch.images).argmax(dim=1) == batch.labels)
+                correct += right.sum()
+    return float(correct) / len(split)
+
+
+def validate(
+    model: nn.Module,
+    objective: Objective,
+    duals: Duals,
+    train: Split,
+    held_out: Split,
+    config: Validation,
+    *,
+    key: Key,
+    batch_size: int,
+) -> Validated:
+    """Validate the weights that will be shipped."""
+    device = next(model.parameters()).device
+    logits, labels, groups = predict(model, held_out, batch_size, device)
+    counts = [len(dual.multiplier) for dual in duals]
+    measures = tuple(measure(c, n, logits, labels, groups) for c, n in zip(objective.constraints, counts, strict=True))
+    trained = measures
+    if any(c.tighten for c in objective.constraints):
+        seen = predict(model, train.first(max(4 * len(held_out), 1)), batch_size, device)
+        trained = tuple(measure(c, n, *seen) for c, n in zip(objective.constraints, counts, strict=True))
+    robust = math.nan
+    if objective.perturbations is not None:
+        attacked = held_out.first(config.count(train, held_out))
+        robust = robust_accuracy(model, attacked, objective, config.attack(), key, batch_size, device)
+    clean = float((logits.argmax(dim=1) == labels).double().mean())
+    nominal = float(objective.nominal_loss(logits, logits, labels).double().mean())
+    return Validated(clean, nominal, robust, measures, trained)
+
+
+def tighten(objective: Objective, duals: Duals, seen: Validated) -> Duals:
+    """Re-estimate how far each limit must be tightened for the promise to hold on held-out data."""
+    return tuple(
+        tightened(c, dual, held_out.mean.to(dual.margin), trained.mean.to(dual.margin))
+        for c, dual, held_out, trained in zip(objective.constraints, duals, seen.measures, seen.trained, strict=True)
+    )
