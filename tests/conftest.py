@@ -1,0 +1,62 @@
+"""Fixtures that several rooms use."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[1]
+_NEEDED = (
+    *(f"mnist/{part}-ubyte.gz" for part in ("train-images-idx3", "train-labels-idx1")),
+    *(f"mnist/{part}-ubyte.gz" for part in ("t10k-images-idx3", "t10k-labels-idx1")),
+    *(f"cifar10/cifar-10-batches-bin/data_batch_{i}.bin" for i in range(1, 6)),
+    "cifar10/cifar-10-batches-bin/test_batch.bin",
+)
+
+
+def _complete(folder: Path) -> bool:
+    return all((folder / file).is_file() for file in _NEEDED)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Let one test process unpack while the others wait."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder with the real MNIST and CIFAR-10: $DALE_DATA, or unpacked once from the shared store beside us."""
+    given = os.environ.get("DALE_DATA")
+    if given and _complete(Path(given)):
+        return Path(given)
+    script = _ROOT.parent / "shared" / "data" / "unpack.py"
+    if not script.is_file():
+        pytest.skip("the real MNIST and CIFAR-10 are not here: set DALE_DATA to a folder that holds them")
+    cache = Path(tempfile.gettempdir()) / f"dale-test-data-{getpass.getuser()}"
+    with _lock(cache.with_suffix(".lock")):
+        if not _complete(cache):
+            part = Path(tempfile.mkdtemp(prefix=cache.name, dir=cache.parent))
+            subprocess.run([sys.executable, str(script), str(part)], check=True, capture_output=True)
+            if not _complete(part):
+                shutil.rmtree(part)
+                pytest.skip("the shared store holds only a part of MNIST and CIFAR-10")
+            shutil.rmtree(cache, ignore_errors=True)
+            part.rename(cache)
+    return cache
