@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+# before torch is imported: several test processes with a thread per core each would spend their time waiting
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _ROOT = Path(__file__).resolve().parents[1]
 _NEEDED = (
     *(f"mnist/{part}-ubyte.gz" for part in ("train-images-idx3", "train-labels-idx1")),
