@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -51,6 +52,17 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically, with NaN refused."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON cannot hold by null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value
 
 
 def read_text(path: Path) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dale import random
 from dale.data import Dataset, Loader
 from dale.errors import DaleError, NumericsError
+from dale.files import finite
 from dale.objectives import Objective
 from dale.training.averaging import has_batchnorm, reestimate_batchnorm
 from dale.training.config import RunConfig
@@ -205,7 +206,7 @@ class Trainer:
         def mean(name: str) -> float:
             return float(totals[name] / size)
 
-        return {
+        record: dict[str, Any] = {
             "epoch": self.state.epoch + 1,
             "epochs": self.training.epochs,
             "step": (self.state.epoch + 1) * len(self.loader),
@@ -217,6 +218,7 @@ class Trainer:
             "robust_accuracy": mean("robust_correct"),
             "constraints": [self._constraint_record(number, totals) for number in range(len(self.state.duals))],
         }
+        return finite(record)  # type: ignore[no-any-return]  # what a row does not compute is null
 
     def _constraint_record(self, number: int, totals: dict[str, Tensor]) -> dict[str, Any]:
         constraint, dual = self.objective.constraints[number], self.state.duals[number]
@@ -227,8 +229,8 @@ class Trainer:
             "by": constraint.by,
             "limit": limits.tolist(),
             "margin": dual.margin.tolist(),
-            "measure": _numbers(measures),
-            "violation": _numbers(measures - limits),
+            "measure": measures.tolist(),
+            "violation": (measures - limits).tolist(),
             "multiplier": dual.multiplier.tolist(),
         }
 
@@ -242,7 +244,3 @@ class Trainer:
             self.warned = True
             for line in lines:
                 self.progress.say(f"warning: {line}")
-
-
-def _numbers(values: Tensor) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values.tolist()]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import nn
 from dale.data import Dataset
 from dale.environment import environment
 from dale.errors import CheckpointError, DaleError, UsageError
-from dale.files import read_json, read_tensors, read_text, write_json, write_tensors, write_text
+from dale.files import finite, read_json, read_tensors, read_text, write_json, write_tensors, write_text
 from dale.models import create_model, load_weights, save_weights
 from dale.objectives import Objective
 from dale.training.config import RunConfig
@@ -141,18 +140,7 @@ class RunFolder:
 
 
 def _line(record: dict[str, Any]) -> str:
-    return json.dumps(_finite(record), allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold by null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+    return json.dumps(finite(record), allow_nan=False) + "\n"
 
 
 def save_model(model: nn.Module, path: Path, config: RunConfig, data: Dataset) -> None:

@@ -19,6 +19,7 @@ from dale.components import Component
 from dale.constraints import Constraint, tightened
 from dale.data import Split
 from dale.errors import require
+from dale.files import finite
 from dale.losses import CrossEntropy
 from dale.modes import evaluating
 from dale.objectives import Duals, Objective
@@ -86,14 +87,10 @@ class Validated:
         if math.isfinite(self.robust):
             plain["robust_accuracy"] = self.robust
         plain["constraints"] = [
-            {"measure": _list(m.mean), "standard_error": _list(m.error), "train": _list(t.mean)}
+            {"measure": m.mean.tolist(), "standard_error": m.error.tolist(), "train": t.mean.tolist()}
             for m, t in zip(self.measures, self.trained, strict=True)
         ]
-        return plain
-
-
-def _list(values: Tensor) -> list[float | None]:
-    return [v if math.isfinite(v) else None for v in values.tolist()]
+        return finite(plain)  # type: ignore[no-any-return]
 
 
 def _batches(split: Split, batch_size: int, device: torch.device) -> Iterator[Batch]:
