@@ -57,7 +57,8 @@ class PerturbationSet(Component, ABC):
     def reflect(self, delta: Tensor, momentum: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Fold a point that left the set back at its border and turn its momentum; here: leave it outside.
 
-        Samplers reject what is still outside afterwards, which is correct for any set.
+        Samplers reject what is still outside afterwards, which is correct for any set. An override must follow the
+        billiard path of the straight move exactly (reversible, keeping volumes), or the draws of HMC are biased.
         """
         del x
         return delta, momentum

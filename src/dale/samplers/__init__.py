@@ -35,5 +35,6 @@ __all__ = [
     "fgsm",
     "langevin",
     "pgd",
+    "split_r_hat",
     "walk",
 ]
