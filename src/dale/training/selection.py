@@ -3,7 +3,7 @@
 Among the checkpoints that meet every limit within its standard error, the one with the highest robust accuracy. If
 none is feasible: the most robust among those within a tenth of the smallest violation, and the report says that the
 constraint is not met. Rows without a constraint: the highest robust accuracy, or for a row without a robust term the
-highest clean accuracy. Ties go to the later one. The test set selects nothing.
+highest clean accuracy. Ties go to the smaller violation, then to the later one. The test set selects nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Selection:
         if not feasible and pool:
             smallest = min(c.violation for c in pool)
             feasible = [c for c in pool if c.violation <= 1.1 * smallest]
-        return max(feasible, key=lambda c: (c.score, c.epoch), default=None)
+        # the order of pruning too: a tie must not depend on who has been let go of already
+        return max(feasible, key=lambda c: (c.score, -max(0.0, c.violation), c.epoch), default=None)
 
     def add(self, candidate: Candidate) -> set[int]:
         """Take a new candidate in and return the epochs of those that can never be chosen any more.
