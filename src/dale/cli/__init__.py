@@ -18,13 +18,18 @@ class _Parser(argparse.ArgumentParser):
     """argparse, with one line for an error and the nearest option for a mistyped one."""
 
     def error(self, message: str) -> NoReturn:
-        options = [option for action in self._actions for option in action.option_strings]
+        options = [option for parser in self._all() for action in parser._actions for option in action.option_strings]
         for word in message.split():
             if word.startswith("-") and "unrecognized" in message:
                 close = nearest(word.partition("=")[0], options)
                 message = f"unknown option {word}" + (f"; did you mean {close}?" if close else "")
                 break
         self.exit(2, f"dale: error: {message}\n")
+
+    def _all(self) -> list[argparse.ArgumentParser]:
+        """The parsers of the commands, whose unknown options argparse reports here; this one where there are none."""
+        actions = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return [parser for action in actions for parser in action.choices.values()] or [self]
 
 
 def _parser(only: str | None) -> argparse.ArgumentParser:
