@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from dale.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def environment() -> dict[str, Any]:
@@ -30,6 +35,21 @@ def environment() -> dict[str, Any]:
         facts["gpus"] = torch.cuda.device_count()
         facts["cuda"] = torch.version.cuda
     return facts
+
+
+def find_device(name: str | torch.device | None = None) -> torch.device:
+    """Return the device of a name (None: a GPU where there is one), or say in one line why it cannot be had."""
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"no device {str(name)!r} here ({reason}); `cpu` works everywhere") from error
+    return device
 
 
 def _cpu_name() -> str:

@@ -22,8 +22,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command: exit code 0 if the model fits, 1 if a check fails."""
+    from dale.environment import find_device
     from dale.models import check_model, create_model
 
+    device = find_device(args.device)
     shape, classes = tuple(args.image_shape), args.classes
     if args.dataset is not None:
         from dale.data import load_dataset
@@ -32,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         shape, classes = data.image_shape, data.num_classes
     model = create_model(
         args.model, channels=shape[0], size=(shape[1], shape[2]), num_classes=classes, init=args.init
-    ).to(args.device)
-    report = check_model(model, shape, classes, device=args.device)
+    ).to(device)
+    report = check_model(model, shape, classes, device=device)
     print(report)
     return 0 if report.ok else 1

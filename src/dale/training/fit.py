@@ -11,6 +11,7 @@ from torch import nn
 
 from dale.components import import_path
 from dale.data import Dataset, Loader
+from dale.environment import find_device
 from dale.errors import UsageError, require
 from dale.files import write_json
 from dale.models import load_weights
@@ -22,11 +23,6 @@ from dale.training.loop import Trainer
 from dale.training.progress import Progress, TensorBoard
 from dale.training.runs import Run, RunFolder, save_model
 from dale.training.state import TrainState
-
-
-def default_device() -> str:
-    """A GPU where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def fit(
@@ -50,7 +46,7 @@ def fit(
     config = _config(model, objective, data, config, training)
     settings = config.training
     _check(model, objective, data)
-    place = torch.device(device or default_device())
+    place = find_device(device)
     folder = RunFolder(out if out is not None else free_folder(data.name, objective.name))
     if not resume:
         folder.create(config, objective)

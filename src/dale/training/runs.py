@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from dale.data import Dataset
-from dale.environment import environment
+from dale.environment import environment, find_device
 from dale.errors import CheckpointError, DaleError, UsageError
 from dale.files import finite, read_json, read_tensors, read_text, write_json, write_tensors, write_text
 from dale.models import create_model, load_weights, save_weights
@@ -183,6 +183,7 @@ class Run:
 def load_run(path: Path | str, *, trust: bool = False, device: str = "cpu") -> Run:
     """Load a finished run: configuration, objective and the selected model."""
     folder = RunFolder(path)
+    place = find_device(device)
     config = folder.config(trust=trust)
     weights = folder.path / "model.safetensors"
     if not weights.is_file():
@@ -191,7 +192,7 @@ def load_run(path: Path | str, *, trust: bool = False, device: str = "cpu") -> R
         )
     summary_path = folder.path / "summary.json"
     summary = read_json(summary_path) if summary_path.exists() else {}
-    return Run(folder, _build(weights, config).to(device).eval(), config, config.build_objective(), summary)
+    return Run(folder, _build(weights, config).to(place).eval(), config, config.build_objective(), summary)
 
 
 def _build(weights: Path, config: RunConfig) -> nn.Module:
