@@ -19,7 +19,7 @@ from dale.training.optimisers import AdamW, OneCycle, Optimiser, Schedule
 from dale.training.validation import Validation
 
 FORMAT = 1  # of config files; raised when older ones can no longer be read
-PATHS = ("dataset", "data_dir", "init")  # options whose text is a path and never code to import
+PATHS = (("data", "dataset"), ("model", "init"))  # where a text is a path, and never code to import
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,7 @@ class Training(Component):
         require(self.epochs >= 1, f"Training: epochs must be at least 1, got {self.epochs!r}")
         require(self.batch_size >= 1, f"Training: batch_size must be at least 1, got {self.batch_size!r}")
         require_choice(self, ("float32", "bfloat16"), precision=self.precision)
+        require(0 <= self.seed < 2**63, f"Training: seed must be a whole number from 0 to 2^63 - 1, got {self.seed!r}")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,13 +140,13 @@ class RunConfig(Component):
         return config
 
 
-def refuse_code(plain: Any, where: str, key: str = "") -> None:
+def refuse_code(plain: Any, where: str, place: tuple[str, ...] = ()) -> None:
     """Raise if any text in a file is an import path: a stranger's configuration runs nothing."""
     if isinstance(plain, Mapping):
         for name, value in plain.items():
-            refuse_code(value, f"{where}.{name}", str(name))
+            refuse_code(value, f"{where}.{name}", (*place, str(name)))
     elif isinstance(plain, (list, tuple)):
         for number, value in enumerate(plain):
-            refuse_code(value, f"{where}[{number}]", key)
-    elif isinstance(plain, str) and key not in PATHS and is_import_path(plain):
+            refuse_code(value, f"{where}[{number}]", (*place, str(number)))
+    elif isinstance(plain, str) and place not in PATHS and is_import_path(plain):
         raise UsageError(f"{where} names code to import, {plain!r}; pass --trust if you trust where the file came from")
