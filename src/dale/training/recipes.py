@@ -65,13 +65,14 @@ def default_config(dataset: str) -> RunConfig:
     named = {
         "digits": _DIGITS,
         "mnist": _MNIST,
-        "fashion-mnist": _MNIST,
+        "fashionmnist": _MNIST,
         "cifar10": _CIFAR,
         "cifar100": _CIFAR,
         "svhn": _CIFAR,
     }
-    found = named.get(dataset.lower(), _DIGITS)
-    if found is _DIGITS and dataset.lower() not in named:
+    folded = dataset.lower().replace("-", "").replace("_", "")  # as `load_dataset` reads a name
+    found = named.get(folded, _DIGITS)
+    if folded not in named:
         # nothing is known of the user's images: a radius that an eye hardly sees
         assert isinstance(found.objective, Algorithm)
         found = replace(found, objective=replace(found.objective, perturbations=Linf(epsilon=8 / 255)))
