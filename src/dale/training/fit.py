@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dale.components import import_path
 from dale.data import Dataset, Loader
 from dale.environment import find_device
 from dale.errors import UsageError, require
-from dale.files import write_json
+from dale.files import finite, write_json
 from dale.models import load_weights
 from dale.objectives import Objective
 from dale.training.averaging import AveragedModel
@@ -48,10 +48,13 @@ def fit(
     _check(model, objective, data)
     place = find_device(device)
     folder = RunFolder(out if out is not None else free_folder(data.name, objective.name))
-    if not resume:
-        folder.create(config, objective)
+    if resume:
+        folder.require_same(config)
+    else:
+        folder.create(config)
     torch.set_flush_denormal(True)  # KL training runs into denormals, which slow a CPU down tenfold
     with folder.locked(), torch.random.fork_rng(), _determinism(settings.deterministic):
+        folder.write_environment(objective)
         model.to(place)
         loader = Loader(
             data.train,
@@ -105,7 +108,7 @@ def _finish(
         "warnings": stuck(state.history, config.training.epochs),
         "seconds": sum(r["seconds"]["total"] for r in state.history),
     }
-    write_json(folder.path / "summary.json", summary)
+    write_json(folder.path / "summary.json", finite(summary))
     return summary
 
 
@@ -141,13 +144,14 @@ def _check(model: nn.Module, objective: Objective, data: Dataset) -> None:
     try:
         with torch.no_grad():
             logits = model(image.images)
-    except (RuntimeError, ValueError, TypeError) as error:
+    except Exception as error:  # a model of the user's may raise anything
         shape = "x".join(map(str, data.image_shape))
-        reason = str(error).splitlines()[0]
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(f"the model does not accept images of {shape}, the shape of {data.name}: {reason}") from error
     finally:
         for module, training in was:
             module.training = training
+    require(isinstance(logits, Tensor), f"the model returned {type(logits).__name__}; expected a tensor of logits")
     require(
         logits.dim() == 2 and len(logits) == 1,
         f"the model returned shape {tuple(logits.shape)} for one image; expected (1, {data.num_classes})",
@@ -175,11 +179,15 @@ class _determinism:  # noqa: N801 (a context manager, used like a function)
         self.wanted = wanted
 
     def __enter__(self) -> None:
-        self.before = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)
+        self.before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.benchmark,
+        )
         if self.wanted:
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
 
     def __exit__(self, *_: object) -> None:
-        torch.use_deterministic_algorithms(self.before[0])
-        torch.backends.cudnn.benchmark = self.before[1]
+        torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
+        torch.backends.cudnn.benchmark = self.before[2]

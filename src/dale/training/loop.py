@@ -7,6 +7,7 @@ killed and resumed ends with the same bits as one that was not.
 from __future__ import annotations
 
 import math
+import shlex
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -118,15 +119,16 @@ class Trainer:
             if self.device.type == "cpu" or state.batch % CHECK_EVERY == 0:
                 self._check_finite()
             if received() and state.batch < batches:
-                self._check_finite()
+                self._check_finite(weights=True)
                 self.folder.save_checkpoint(state, batches)
                 self._stop(received())
-        self._check_finite()
+        self._check_finite(weights=True)
 
     def _stop(self, number: int) -> None:
         trust = " --trust" if self._needs_trust() else ""
         raise InterruptedTrainingError(
-            f"stopped; nothing is lost. Continue with: dale train --resume {self.folder.path}{trust}", number
+            f"stopped; nothing is lost. Continue with: dale train --resume {shlex.quote(str(self.folder.path))}{trust}",
+            number,
         )
 
     def _needs_trust(self) -> bool:
@@ -136,12 +138,20 @@ class Trainer:
             return True
         return False
 
-    def _check_finite(self) -> None:
+    def _check_finite(self, *, weights: bool = False) -> None:
+        """Stop where the loss is not finite, and with `weights`, before a checkpoint, where they are not."""
         if not bool(torch.isfinite(self.state.totals["loss"])):
-            raise NumericsError(
-                f"the loss is not finite in epoch {self.state.epoch + 1}; the last good checkpoint is kept. "
-                "A lower learning rate (--lr) usually helps"
-            )
+            self._fail("the loss is")
+        if weights and not bool(torch.stack([p.isfinite().all() for p in self.state.model.parameters()]).all()):
+            self._fail("the weights are")
+
+    def _fail(self, what: str) -> NoReturn:
+        newest = self.folder.newest
+        kept = "there is no checkpoint yet" if newest is None else f"the last good checkpoint, {newest.name}, is kept"
+        epoch = self.state.epoch + (self.state.batch > 0)
+        raise NumericsError(
+            f"{what} not finite any more in epoch {epoch}; {kept}. A lower learning rate (--lr) usually helps"
+        )
 
     def _end_epoch(self) -> dict[str, Any]:
         """Finish an epoch: dual ascent per epoch, validation, tightening, selection; returns the log record."""
@@ -152,6 +162,8 @@ class Trainer:
         if state.epoch % training.validation.every == 0 or state.epoch == training.epochs:
             self._prepare_shipped()
             seen = self._validate()
+            if not math.isfinite(seen.nominal):
+                self._fail("the held-out loss is")
             record["validation"] = seen.to_plain()
             if state.epoch < training.epochs:
                 state.duals = tighten(self.objective, state.duals, seen)
@@ -195,8 +207,7 @@ class Trainer:
     def _select(self, seen: Validated) -> None:
         epoch = self.state.epoch
         save_model(self.state.shipped, self.folder.candidate(epoch), self.config, self.data)
-        for gone in self.state.selection.add(seen.candidate(epoch, self.objective)):
-            self.folder.candidate(gone).unlink(missing_ok=True)
+        self.state.selection.add(seen.candidate(epoch, self.objective))
 
     def _record(self) -> dict[str, Any]:
         """The epoch's averages as plain numbers: one read of the device."""

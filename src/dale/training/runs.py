@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from dale.components import parse_yaml, to_plain
 from dale.data import Dataset
 from dale.environment import environment, find_device
 from dale.errors import CheckpointError, DaleError, UsageError
@@ -35,30 +36,36 @@ class RunFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
+        self._needed: set[int] = set()  # candidates that the newest checkpoint on disk may still select
 
     @property
     def exists(self) -> bool:
-        """Whether there is anything at this place already."""
-        return self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+        """Whether there is anything at this place already, but for what a process killed at its start left behind."""
+        if not self.path.is_dir():
+            return self.path.exists() or self.path.is_symlink()
+        return any(not is_temporary(inside) for inside in self.path.iterdir())
 
-    def create(self, config: RunConfig, objective: Objective) -> None:
+    def create(self, config: RunConfig) -> None:
         """Make the folder of a new run; an existing one is refused."""
         if self.exists:
             raise UsageError(
                 f"{self.path} already exists; choose another --out, "
                 f"or continue it with `dale train --resume {self.path}`"
             )
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DaleError(f"cannot create {self.path}: {error.strerror or error}") from error
+        # the configuration first: with it the folder is a run that can be continued, whatever happens next
         write_text(self.path / "config.yaml", config.to_yaml())
-        write_json(self.path / "environment.json", environment() | {"objective": repr(objective)})
+
+    def write_environment(self, objective: Objective) -> None:
+        """Say what the run is made on, where that has not been said yet."""
+        path = self.path / "environment.json"
+        if not path.exists():
+            write_json(path, environment() | {"objective": repr(objective)})
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run: a second process that trains in the same folder is turned away."""
         try:
+            self.checkpoints.mkdir(exist_ok=True)
             file = (self.path / ".lock").open("w")
         except OSError as error:
             raise DaleError(f"cannot write in {self.path}: {error.strerror or error}") from error
@@ -67,6 +74,9 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise DaleError(f"{self.path} is in use: another process is training in it") from error
+            for folder in (self.path, self.checkpoints):
+                for left in filter(is_temporary, folder.glob(".*")):
+                    left.unlink(missing_ok=True)  # of a process that was killed while writing
             yield
 
     def config(self, *, trust: bool = False) -> RunConfig:
@@ -76,12 +86,36 @@ class RunFolder:
             raise UsageError(f"{self.path} is not a run folder: it has no config.yaml")
         return RunConfig.from_yaml(read_text(path), where=str(path), trust=trust)
 
+    def require_same(self, config: RunConfig) -> None:
+        """Refuse to continue the run under another configuration."""
+        path = self.path / "config.yaml"
+        if not path.is_file():
+            raise UsageError(f"{self.path} is not a run folder: it has no config.yaml")
+        if found := _difference(parse_yaml(read_text(path), str(path)), to_plain(config)):
+            raise UsageError(f"{self.path} continues as it was configured: {found}")
+
     def save_checkpoint(self, state: TrainState, batches: int) -> None:
-        """Write the state, and let go of checkpoints older than the one before."""
+        """Write the state, and let go of what neither it nor the checkpoint before it needs."""
         step = state.epoch * batches + state.batch
         write_tensors(self.checkpoints / f"step-{step:09d}.safetensors", state.tensors(), state.facts())
-        for _, path in self._found()[:-KEPT]:
-            path.unlink(missing_ok=True)
+        found = self._found()
+        usable = [path for number, path in found if number <= step]
+        for _, path in found:
+            if path not in usable[-KEPT:]:  # older ones, and later ones that could not be read on resuming
+                path.unlink(missing_ok=True)
+        # only now: had the process been killed earlier, the checkpoint before would have needed them
+        needed = set(state.selection.candidates)
+        kept = {self.candidate(epoch) for epoch in needed | self._needed}
+        for path in self.checkpoints.glob("candidate-*.safetensors"):
+            if path not in kept:
+                path.unlink(missing_ok=True)
+        self._needed = needed
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint, readable or not."""
+        found = self._found()
+        return found[-1][1] if found else None
 
     def _found(self) -> list[tuple[int, Path]]:
         pattern = re.compile(r"step-(\d{9})\.safetensors")
@@ -98,6 +132,7 @@ class RunFolder:
                 notes.append(f"{error}; falling back to the checkpoint before it")
                 continue
             state.restore(tensors, facts, path.name)
+            self._needed = set(state.selection.candidates)
             return notes
         if notes:
             raise CheckpointError(f"no checkpoint of {self.path} can be read: {notes[0]}")
@@ -137,6 +172,20 @@ class RunFolder:
                 raise CheckpointError(f"{path}, line {number}: {error}") from error
             records.append(record)
         return records
+
+
+def is_temporary(path: Path) -> bool:
+    """Tell whether a file is one that atomic writing leaves behind when the process is killed."""
+    return path.name.startswith(".") and path.suffix == ".tmp"
+
+
+def _difference(recorded: Any, given: Any, where: str = "") -> str | None:
+    """The first value in which two configurations differ; what only the newer one knows is no difference."""
+    if isinstance(recorded, dict) and isinstance(given, dict):
+        pairs = [(f"{where}.{k}".lstrip("."), v, given.get(k)) for k, v in recorded.items()]
+        return next((found for name, a, b in pairs if (found := _difference(a, b, name))), None)
+    same = str(recorded).lower() == str(given).lower() if where.endswith(".type") else recorded == given
+    return None if same else f"{where} was {recorded!r:.80}, now {given!r:.80}"
 
 
 def _line(record: dict[str, Any]) -> str:
