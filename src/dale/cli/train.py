@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         config, out = _resumed(args)
     else:
         config, out = build_config(args), args.out
+    _check_early(args)
     done = [_train(args, config, out)]
     for name in args.compare:
         from dale.training.recipes import with_algorithm
@@ -49,6 +50,19 @@ def run(args: argparse.Namespace) -> int:
     print(closing_table(done))
     print(f"\nRun folder: {done[0][0].path}")
     return 0
+
+
+def _check_early(args: argparse.Namespace) -> None:
+    """Refuse now what would otherwise fail after an hour of training."""
+    from dale.algorithms import find_row
+    from dale.attacks import parse
+
+    for name in args.attacks or ():
+        parse(name)
+    for name in args.compare:
+        find_row(name)
+    if args.examples is not None and args.examples < 1:
+        raise UsageError(f"--examples: expected at least 1, got {args.examples}")
 
 
 def _resumed(args: argparse.Namespace) -> tuple[RunConfig, str]:
@@ -72,18 +86,20 @@ def _train(args: argparse.Namespace, config: RunConfig, out: str | None) -> tupl
     from pathlib import Path
 
     from dale.models import create_model
-    from dale.training import fit
+    from dale.training import RunFolder, fit
 
     objective = config.build_objective()
     data = config.data.load(args.data_dir)
+    resume = args.resume is not None and out is not None and (Path(out) / "config.yaml").exists()
+    # a run with a checkpoint does not need the weights it once started from: their file may be gone
+    started = resume and out is not None and RunFolder(out).newest is not None
     model = create_model(
         config.model.name,
         data,
         activation=config.model.activation,
         seed=config.training.seed,
-        init=config.model.init,
+        init=None if started else config.model.init,
     )
-    resume = args.resume is not None and out is not None and (Path(out) / "config.yaml").exists()
     if not args.quiet:
         print(f"{objective.name} on {data!r}", file=sys.stderr)
     run = fit(
@@ -96,7 +112,7 @@ def _train(args: argparse.Namespace, config: RunConfig, out: str | None) -> tupl
         resume=resume,
         progress=not args.quiet,
     )
-    for line in run.summary["warnings"]:
+    for line in run.summary["warnings"] if args.quiet else ():  # otherwise said while training
         print(f"warning: {line}", file=sys.stderr)
     if args.no_evaluate or objective.perturbations is None:
         return run, None
