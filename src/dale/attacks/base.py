@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -62,16 +63,19 @@ class Hunt(Problem):
     So every kernel of the gradient loop becomes an attack that keeps its best iterate. Examples whose margin exceeds
     `slack` times their largest logit have fallen for certain and are left out of the steps that follow; the slack
     covers the rounding between the model that is searched and the one that is judged. With `keep_best` off nothing is
-    remembered but what `settle` is told: the last iterate.
+    remembered but what `settle` is told: the last iterate. `guard` is for searches that leave the set: what lies
+    outside is not remembered. `seen` holds the margins of the latest evaluation.
     """
 
     keep_best: bool = True
     slack: float = 0.0
+    guard: bool = False
     found: Found = field(init=False)
     rows: Tensor = field(init=False)
     best: Tensor = field(init=False)
     margin: Tensor = field(init=False)
     fallen: Tensor = field(init=False)
+    seen: Tensor = field(init=False)
     looks: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +85,7 @@ class Hunt(Problem):
         self.best = self.zeros()
         self.margin = self.x.new_full((size,), -torch.inf)
         self.fallen = torch.zeros(size, dtype=torch.bool, device=device)
+        self.seen = self.margin
         self.found = Found(self.best.clone(), self.margin.clone())
 
     def potential(self, delta: Tensor) -> Tensor:
@@ -112,6 +117,9 @@ class Hunt(Problem):
     def note(self, delta: Tensor, logits: Tensor) -> None:
         """Remember delta where its margin is the largest so far."""
         margin = _MARGIN(logits, None, self.batch.labels).nan_to_num(nan=torch.inf)
+        self.seen = margin
+        if self.guard:
+            margin = margin.masked_fill(~self.perturbations.contains(delta, self.x), -torch.inf)
         better = margin > self.margin
         self.margin = torch.where(better, margin, self.margin)
         self.best = torch.where(better.view(-1, *([1] * (delta.dim() - 1))), delta, self.best)
@@ -138,6 +146,21 @@ class Hunt(Problem):
         rest.rows, rest.best, rest.margin = self.rows[part], self.best[part], self.margin[part]
         rest.fallen, rest.found, rest.looks = self.fallen[part], self.found, self.looks
         return rest
+
+    def split(self, part: Tensor) -> Hunt:
+        """Return a hunt for some of the examples with a memory of its own, which `absorb` takes in."""
+        clean = None if self.clean_logits is None else self.clean_logits[part]
+        return replace(self, batch=self.batch[part], clean_logits=clean)
+
+    def absorb(self, part: Tensor, other: Hunt) -> None:
+        """Take in what the hunt that was split off for `part` found and spent."""
+        chosen = other.margin > self.margin[part]
+        better = part[chosen]
+        self.best = self.best.index_copy(0, better, other.best[chosen])
+        self.margin = self.margin.index_copy(0, better, other.margin[chosen])
+        self.fallen = self.fallen.index_copy(0, part, self.fallen[part] | other.fallen)
+        self.found.gradients += other.found.gradients
+        self.found.queries += other.found.queries
 
     def settle(self, last: Tensor | None = None) -> None:
         """Write what was found to the book: the best, or without `keep_best` the `last` perturbation."""
@@ -180,6 +203,11 @@ class Attack(Component, ABC):
     def keeps_best(self) -> bool:
         """Whether an example counts as fallen when any iterate fooled the model, not only the last."""
         return True
+
+    def prepared(self, perturbations: PerturbationSet, sources: Mapping[str, nn.Module] | None = None) -> Attack:
+        """Return the attack as it is run on a set: standard numbers filled in, and models of `sources` found."""
+        del perturbations, sources
+        return self
 
     @abstractmethod
     def budget(self, num_classes: int) -> Budget:
@@ -240,17 +268,17 @@ class Attack(Component, ABC):
     def __call__(self, model: nn.Module, batch: Batch, perturbations: PerturbationSet, key: Key | int) -> Tensor:
         """Return the best perturbation found for each example, (B, *shape); zero where the clean one is wrong."""
         self.supports(perturbations)
-        root = make_key(key).fold(self.stream)
+        attack, root = self.prepared(perturbations), make_key(key).fold(self.stream)
         with evaluating(model), frozen(model), torch.no_grad():
             clean_logits = model(batch.images)
             shape = perturbations.shape(tuple(batch.images.shape[1:]))
             delta = batch.images.new_zeros((len(batch), *shape))
             margin = clean_logits.new_full((len(batch),), -torch.inf)
             standing = (clean_logits.argmax(dim=1) == batch.labels).nonzero().squeeze(1)
-            for number in range(self.rounds(clean_logits.shape[1])):
+            for number in range(attack.rounds(clean_logits.shape[1])):
                 if len(standing) == 0:
                     break
-                found = self.run_round(
+                found = attack.run_round(
                     model, batch[standing], perturbations, number, root, clean_logits=clean_logits[standing]
                 )
                 better = standing[(found.margin > margin[standing]) | (found.margin == -torch.inf)]

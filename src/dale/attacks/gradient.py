@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from dale.attacks.base import Attack, Budget, Hunt
 from dale.errors import require, require_choice, require_positive
 from dale.losses import DLR, KL, CrossEntropy, Loss, Margin
@@ -15,18 +17,22 @@ LossName = Literal["ce", "margin", "dlr", "kl"]
 LOSSES: dict[str, Loss] = {"ce": CrossEntropy(), "margin": Margin(), "dlr": DLR(), "kl": KL()}
 
 
-def climb(hunt: Hunt, chain: Chain, key: Key) -> None:
-    """Run a chain on a hunt: the start, the steps, and a look at the last iterate."""
+def finish(hunt: Hunt, chain: Chain, key: Key, *, look: bool = True, start: Tensor | None = None) -> Tensor:
+    """Run a chain on a hunt from its start (or the one given) to the end, and return the kernel's last result.
+
+    With `look` the last iterate is evaluated too, for kernels that move after their last evaluation.
+    """
     kernel: Kernel = chain.kernel.for_steps(chain.steps)
-    start = chain.begin(hunt, key.fold("start"))
-    state = kernel.init(hunt, start, key.fold("init"))
-    problem: Hunt = hunt
-    for current, state in walk(kernel, hunt, state, chain.steps, key.fold("step")):
+    delta = chain.begin(hunt, key.fold("start")) if start is None else hunt.project(start)
+    first = kernel.init(hunt, delta, key.fold("init"))
+    problem, state = hunt, first
+    for current, after in walk(kernel, hunt, first, chain.steps, key.fold("step")):
         assert isinstance(current, Hunt)
-        problem = current
-    if problem.keep_best:
+        problem, state = current, after
+    if problem.keep_best and look:
         problem.query(state["delta"])
     problem.settle(state["delta"])
+    return kernel.result(state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +66,7 @@ class FGSM(Attack):
     def search(self, hunt: Hunt, number: int, key: Key) -> None:
         """Take the step."""
         kernel = Langevin(step_size=hunt.perturbations.radius, noise="none")
-        climb(hunt, Chain(kernel=kernel, steps=1, start="zero", climb_log=True), key)
+        finish(hunt, Chain(kernel=kernel, steps=1, start="zero", climb_log=True), key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,4 +143,4 @@ class PGD(Attack):
 
     def search(self, hunt: Hunt, number: int, key: Key) -> None:
         """Run one restart."""
-        climb(hunt, self.chain, key)
+        finish(hunt, self.chain, key)

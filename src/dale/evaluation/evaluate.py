@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -51,6 +51,7 @@ def evaluate(
     save_examples: str | Path | None = None,
     checks: bool = True,
     epsilons: Sequence[float] | None = None,
+    sources: Mapping[str, nn.Module] | None = None,
 ) -> Evaluation:
     """Evaluate any `nn.Module` from [0, 1] images to logits under attacks.
 
@@ -65,11 +66,7 @@ def evaluate(
     `epsilons` adds the accuracy over these radii; `save_examples` names a .safetensors file for the perturbed images.
     """
     began = time.perf_counter()
-    listed = tuple(parse(attack) for attack in attacks)
-    names = [attack.name for attack in listed]
-    for attack in listed:
-        require(names.count(attack.name) == 1, f"the attack {attack.name!r} is listed more than once")
-        attack.supports(perturbations)
+    listed = _prepared(attacks, perturbations, sources)
     require(batch_size is None or batch_size >= 1, f"batch_size must be at least 1, got {batch_size!r}")
     if rho is not None:
         require_non_negative(perturbations, rho=rho)
@@ -93,11 +90,11 @@ def evaluate(
         shape = perturbations.shape(tuple(split.images.shape[1:]))
         keep = save_examples is not None
         runs: dict[str, Progress] = {}
-        for attack in listed:
-            runs[attack.name] = _attacked(session, attack, perturbations, ledger, shape if keep else None, progress)
+        for name, attack in listed.items():
+            runs[name] = _attacked(session, name, attack, perturbations, ledger, shape if keep else None, progress)
         standing = {name: run.standing for name, run in runs.items()}
         worst = torch.stack([session.correct, *standing.values()]).all(dim=0)
-        results = tuple(_result(session, attack, runs[attack.name], seed) for attack in listed)
+        results = tuple(_result(session, name, attack, runs[name], seed) for name, attack in listed.items())
         outside = sum(run.outside for run in runs.values())
         if outside:
             notes.append(f"{outside} candidate perturbations lay outside the set or the image box and did not count")
@@ -124,6 +121,19 @@ def evaluate(
         evaluation.save(target)
         ledger.close()
     return evaluation
+
+
+def _prepared(
+    attacks: Sequence[str | Attack], perturbations: PerturbationSet, sources: Mapping[str, nn.Module] | None
+) -> dict[str, Attack]:
+    """The attacks by name, ready for the set."""
+    require(not isinstance(attacks, str), f"attacks is a list of names, got the text {attacks!r}")
+    listed: dict[str, Attack] = {}
+    for attack in map(parse, attacks):
+        require(attack.name not in listed, f"the attack {attack.name!r} is listed more than once")
+        attack.supports(perturbations)
+        listed[attack.name] = attack.prepared(perturbations, sources)
+    return listed
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -166,6 +176,7 @@ def _session(model: nn.Module, split: Split, size: int, seed: int, strict: bool)
 
 def _attacked(
     session: Session,
+    name: str,
     attack: Attack,
     perturbations: PerturbationSet,
     ledger: Ledger,
@@ -173,7 +184,7 @@ def _attacked(
     show: bool,
 ) -> Progress:
     """Run an attack, or what is left of it, under a progress bar with the running accuracy."""
-    key = f"{attack.name} {hashlib.blake2b(json.dumps(to_plain(attack)).encode(), digest_size=4).hexdigest()}"
+    key = f"{name} {hashlib.blake2b(json.dumps(to_plain(attack)).encode(), digest_size=4).hexdigest()}"
     progress = ledger.find(key, session.device)
     if progress is None or (shape is not None and progress.delta is None):
         delta = None if shape is None else torch.zeros((len(session.correct), *shape), device=session.device)
@@ -181,20 +192,20 @@ def _attacked(
     rounds, total = attack.rounds(session.clean_logits.shape[1]), len(session.correct)
     with tqdm(
         total=int(session.correct.sum()) * rounds,
-        desc=attack.name,
+        desc=name,
         disable=not show,
         unit="ex",
         mininterval=0.5 if sys.stderr.isatty() else 30.0,
         leave=False,
     ) as bar:
 
-        def report(progress: Progress, count: int, name: str) -> None:
+        def report(progress: Progress, count: int, title: str) -> None:
             ledger.note(key, progress)
             if show:
                 standing = int(progress.standing.sum())
                 left = standing * (rounds - progress.round - 1) + int(progress.began.sum()) - progress.done
                 bar.total = bar.n + count + left
-                bar.set_description(name, refresh=False)
+                bar.set_description(title, refresh=False)
                 bar.set_postfix_str(f"accuracy at most {100 * standing / total:.2f}%", refresh=False)
                 bar.update(count)
 
@@ -203,10 +214,10 @@ def _attacked(
     return progress
 
 
-def _result(session: Session, attack: Attack, run: Progress, seed: int) -> AttackResult:
+def _result(session: Session, name: str, attack: Attack, run: Progress, seed: int) -> AttackResult:
     budget = attack.budget(session.clean_logits.shape[1])
     return AttackResult(
-        name=attack.name,
+        name=name,
         accuracy=_accuracy(run.standing),
         per_class=_per_class(run.standing, session.split),
         **dataclasses.asdict(budget),

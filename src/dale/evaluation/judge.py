@@ -106,6 +106,8 @@ class Judge:
 
     def fooled(self, x: Tensor, labels: Tensor, delta: Tensor, perturbations: PerturbationSet) -> tuple[Tensor, int]:
         """Tell which perturbations lie in set and box and change the prediction, and how many lay outside."""
+        if len(labels) == 0:
+            return torch.zeros(0, dtype=torch.bool, device=labels.device), 0
         inside = perturbations.contains(delta, x, IN_SET_TOLERANCE) & delta.flatten(1).isfinite().all(dim=1)
         images = self.images(x, delta, perturbations)
         wrong = ~self.correct(images, labels)

@@ -1,0 +1,121 @@
+"""The attacks that run APGD: on cross-entropy or DLR with restarts, and targeted, one class after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor, nn
+
+from dale.attacks.apgd import AutoPGD, SparseAutoPGD
+from dale.attacks.base import Attack, Budget, Hunt
+from dale.attacks.gradient import LOSSES, finish
+from dale.attacks.targeted import TargetedDLR
+from dale.batch import Batch
+from dale.errors import require, require_choice
+from dale.losses import Loss
+from dale.perturbations import L1, PerturbationSet
+from dale.random import Key
+from dale.samplers import Chain, Kernel
+from dale.samplers.base import Classifier
+
+STEPS = 100
+# For the l1 ball three radii, from large to right: a sparse point found in a larger ball is a good start in the ball.
+_L1_RADII = ((3.0, 0.3), (2.0, 0.3), (1.0, 0.4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class APGD(Attack):
+    """APGD on the cross-entropy ("ce"), the difference-of-logits ratio ("dlr") or the targeted one ("t").
+
+    "t" runs once for each of the `targets` classes with the largest clean logits. `restarts` and `targets` not given
+    are the standard ones: 1 and 9, for the l1 ball 5 (1 for "t") and 5. The kernel is `AutoPGD`, for the l1 ball
+    `SparseAutoPGD` over three radii.
+    """
+
+    objective: Literal["ce", "dlr", "t"] = "ce"
+    steps: int = STEPS
+    restarts: int | None = None
+    targets: int | None = None
+
+    def __post_init__(self) -> None:
+        require_choice(self, ("ce", "dlr", "t"), objective=self.objective)
+        for name, value in (("steps", self.steps), ("restarts", self.restarts), ("targets", self.targets)):
+            require(value is None or value >= 1, f"APGD: {name} must be a whole number of at least 1, got {value!r}")
+        require(
+            self.targets is None or self.objective == "t", f"APGD: targets go with objective 't', not {self.objective}"
+        )
+
+    @property
+    def name(self) -> str:
+        """apgd-ce, apgd50-tx2."""
+        steps = "" if self.steps == STEPS else str(self.steps)
+        restarts = f"x{self.restarts}" if self.restarts is not None else ""
+        return f"apgd{steps}-{self.objective}{restarts}"
+
+    @property
+    def stream(self) -> str:
+        """All variants begin at the same places."""
+        return "apgd"
+
+    def prepared(self, perturbations: PerturbationSet, sources: Mapping[str, nn.Module] | None = None) -> APGD:
+        """Fill in the standard numbers for the set."""
+        sparse = isinstance(perturbations, L1)
+        restarts, targets = self.restarts, self.targets
+        if restarts is None:
+            restarts = 5 if sparse and self.objective != "t" else 1
+        if targets is None and self.objective == "t":
+            targets = 5 if sparse else 9
+        # a restarts that stays 1 keeps the name short
+        return replace(self, restarts=None if restarts == 1 else restarts, targets=targets)
+
+    def _targets(self, num_classes: int) -> int:
+        return min(self.targets or 9, num_classes - 1) if self.objective == "t" else 1
+
+    def rounds(self, num_classes: int) -> int:
+        """One for each restart and target."""
+        return (self.restarts or 1) * self._targets(num_classes)
+
+    def budget(self, num_classes: int) -> Budget:
+        """The start's gradient and one for each step, in every round."""
+        rounds = self.rounds(num_classes)
+        return Budget(steps=self.steps, restarts=rounds, gradients=rounds * (self.steps + 1))
+
+    def hunt(
+        self,
+        model: Classifier,
+        batch: Batch,
+        perturbations: PerturbationSet,
+        number: int,
+        clean_logits: Tensor,
+        slack: float,
+    ) -> Hunt:
+        """Climb the round's loss."""
+        loss: Loss
+        if self.objective == "t":
+            loss = TargetedDLR(rank=1 + number % self._targets(clean_logits.shape[1]))
+        else:
+            loss = LOSSES[self.objective]
+        return Hunt(model, batch, perturbations, loss, loss.non_negative, clean_logits, slack=slack)
+
+    def search(self, hunt: Hunt, number: int, key: Key) -> None:
+        """Run one round."""
+        if not isinstance(hunt.perturbations, L1):
+            finish(hunt, Chain(kernel=AutoPGD(), steps=self.steps, start="uniform"), key, look=False)
+            return
+        ball, start = hunt.perturbations, None
+        left = self.steps
+        for factor, share in _L1_RADII:
+            last = factor == 1.0
+            steps = left if last else max(1, min(left - 1, round(share * self.steps)))
+            left -= steps
+            kernel: Kernel = SparseAutoPGD()
+            chain = Chain(kernel=kernel, steps=max(1, steps), start="uniform")
+            # a larger ball's points may not count: that hunt keeps no book of them
+            larger = replace(ball, epsilon=factor * ball.epsilon)
+            part = hunt if last else replace(hunt, perturbations=larger, keep_best=False)
+            found = finish(part, chain, key.fold(f"{factor}"), look=False, start=start)
+            if not last:
+                hunt.found.gradients += part.found.gradients
+                start = found
