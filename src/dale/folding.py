@@ -12,7 +12,7 @@ vendor's library; elsewhere they run as they are. A model that torch.fx cannot t
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -181,6 +181,9 @@ class Replica(nn.Module):
 
     Images come in and logits go out as float32; in between runs `dtype`, in channels-last layout where asked.
     """
+
+    # a function that compiles tensor functions, for samplers that climb this model; None: they run as they are
+    compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
 
     def __init__(self, graph: fx.GraphModule, dtype: torch.dtype, channels_last: bool) -> None:
         super().__init__()

@@ -80,6 +80,12 @@ class Key:
             return Key(_mix64(word ^ _mix64(torch.as_tensor(data, dtype=torch.int64, device=device))))
         return Key(_mix64(self.word ^ _mix64(_signed(data))))
 
+    def each(self, count: int) -> list[Key]:
+        """Return `[self.fold(0), ..., self.fold(count - 1)]`; on a device, by one operation for all."""
+        if isinstance(self.word, int):
+            return [self.fold(number) for number in range(count)]
+        return [Key(word) for word in self.fold(torch.arange(count, device=self.word.device)).word]  # type: ignore[union-attr]
+
 
 def key(seed: int | Key) -> Key:
     """Return the root key of a seed (a key passes through)."""

@@ -26,9 +26,34 @@ Classifier = Callable[[Tensor], Tensor]
 _CHAIN_STRIDE = 1 << 40
 
 
+def potential(
+    model: Classifier,
+    perturbations: PerturbationSet,
+    loss: Loss,
+    log: bool,
+    x: Tensor,
+    delta: Tensor,
+    clean: Tensor | None,
+    labels: Tensor,
+) -> Tensor:
+    """U(delta) of each example: the loss, or its logarithm, of the model on G(x, delta)."""
+    return loss(model(perturbations.apply(x, delta)), clean, labels, log=log)
+
+
+def _logits(model: Classifier, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def _as_it_is(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return function
+
+
 @dataclass
 class Problem:
     """What a sampler may ask while it draws: the potential U(delta), its gradient, and the set.
+
+    A model may bring a `compiler`, a function that speeds tensor functions up; the potential and the kernels' moves go
+    through it. The fast path does so, and changes nothing else.
 
     U is the perturbation loss (or its logarithm) of each example. Gradients are per example: the potentials are summed
     over the batch, never averaged, so that a temperature does not depend on the batch size. The clean logits, constant
@@ -44,9 +69,11 @@ class Problem:
     evaluations: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+        self.compiler = getattr(self.model, "compiler", None) or _as_it_is
         if self.loss is not None and self.loss.needs_clean and self.clean_logits is None:
             with torch.no_grad():
-                self.clean_logits = self.model(self.batch.images).detach()
+                self.clean_logits = self.compiler(_logits)(self.model, self.batch.images).detach()
 
     @property
     def x(self) -> Tensor:
@@ -91,8 +118,10 @@ class Problem:
         """U(delta) of each example, (B,)."""
         require(self.loss is not None, "this sampler climbs a loss, and the objective gives it none")
         assert self.loss is not None
-        logits = self.model(self.perturbations.apply(self.x, delta))
-        return self.loss(logits, self.clean_logits, self.batch.labels, log=self.log)
+        function = self.compiler(potential)
+        return function(
+            self.model, self.perturbations, self.loss, self.log, self.x, delta, self.clean_logits, self.batch.labels
+        )
 
     def value(self, delta: Tensor) -> Tensor:
         """U(delta) without a gradient."""

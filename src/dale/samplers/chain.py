@@ -16,6 +16,7 @@ from torch import Tensor
 from dale import random
 from dale.components import Component
 from dale.errors import require, require_choice, require_non_negative, require_positive
+from dale.perturbations import PerturbationSet
 from dale.random import Key
 from dale.samplers.base import Problem, Sampler
 
@@ -53,8 +54,8 @@ def walk(kernel: Kernel, problem: Problem, state: State, steps: int, key: Key) -
 
     A problem may shed examples that it is done with (attacks do, samplers never): what follows has fewer rows.
     """
-    for number in range(steps):
-        state = kernel.step(problem, state, number, key.fold(number))
+    for number, step_key in enumerate(key.each(steps)):
+        state = kernel.step(problem, state, number, step_key)
         yield problem, state
         problem, state = problem.shed(state)
         if len(problem.batch) == 0:
@@ -97,16 +98,16 @@ class Langevin(Kernel):
             "Langevin: noise='none' takes no noise_scale and no temperature",
         )
 
-    def eta(self, problem: Problem) -> float:
+    def eta(self, perturbations: PerturbationSet) -> float:
         """The step size for a set."""
-        return problem.perturbations.radius / 4.0 if self.step_size is None else self.step_size
+        return perturbations.radius / 4.0 if self.step_size is None else self.step_size
 
-    def scale(self, problem: Problem) -> float:
+    def scale(self, perturbations: PerturbationSet) -> float:
         """The noise scale c for a set."""
         if self.noise == "none":
             return 0.0
         if self.temperature is not None:
-            return float((2.0 * self.eta(problem) * self.temperature) ** 0.5)
+            return float((2.0 * self.eta(perturbations) * self.temperature) ** 0.5)
         return self.noise_scale or 0.0
 
     def init(self, problem: Problem, delta: Tensor, key: Key) -> State:
@@ -117,24 +118,24 @@ class Langevin(Kernel):
         """Take one projected Langevin step."""
         delta = state["delta"]
         _, gradient = problem.value_and_gradient(delta)
-        move = self.move(problem, gradient, self.noise_of(problem, delta, key))
-        return {"delta": problem.project(delta + move)}
+        advance = problem.compiler(Langevin.advance)
+        return {"delta": advance(self, problem.perturbations, problem.x, delta, gradient, problem.index, key)}
 
-    def noise_of(self, problem: Problem, delta: Tensor, key: Key) -> Tensor | None:
-        """c * xi for this step, or None without noise."""
-        scale = self.scale(problem)
-        if scale == 0.0:
-            return None
-        draw = random.laplace if self.noise == "laplace" else random.normal
-        return scale * draw(key, problem.index, problem.shape).to(delta)
-
-    def move(self, problem: Problem, gradient: Tensor, noise: Tensor | None) -> Tensor:
-        """The move before projection, given the gradient and the noise."""
-        if noise is not None and self.place == "inside":
-            gradient, noise = gradient + noise, None
-        direction = problem.perturbations.steepest(gradient) if self.drift == "sign" else gradient
-        move = self.eta(problem) * direction
-        return move if noise is None else move + noise
+    def advance(
+        self, perturbations: PerturbationSet, x: Tensor, delta: Tensor, gradient: Tensor, index: Tensor, key: Key
+    ) -> Tensor:
+        """Return the next state, given the gradient: noise, direction, projection."""
+        eta, scale = self.eta(perturbations), self.scale(perturbations)
+        outside: Tensor | None = None
+        if scale > 0.0:
+            draw = random.laplace if self.noise == "laplace" else random.normal
+            noise = scale * draw(key, index, delta.shape[1:]).to(delta)
+            if self.place == "inside":
+                gradient = gradient + noise
+            else:
+                outside = noise
+        moved = delta + eta * (perturbations.steepest(gradient) if self.drift == "sign" else gradient)
+        return perturbations.project(moved if outside is None else moved + outside, x)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +203,9 @@ class Chain(Sampler):
         problem = problem.repeat(self.num_chains)
         kernel = self.kernel.for_steps(self.steps)
         delta = self.begin(problem, key.fold("start")) if start is None else problem.project(start)
-        state = kernel.init(problem, delta, key.fold("init"))
+        state = first = kernel.init(problem, delta, key.fold("init"))
         kept: list[Tensor] = []
-        for number, (_, state) in enumerate(walk(kernel, problem, state, self.steps, key.fold("step"))):
+        for number, (_, state) in enumerate(walk(kernel, problem, first, self.steps, key.fold("step"))):
             if self.keep == "all" and number >= self.burn_in:
                 kept.append(state["delta"])
         if self.keep == "last":

@@ -39,16 +39,19 @@ class AveragedModel:
         self.module = copy.deepcopy(model)
         for parameter in self.module.parameters():
             parameter.requires_grad_(False)
-        self.updates = 0
+        device = next(model.parameters()).device
+        self.updates = torch.zeros((), dtype=torch.float64, device=device)  # there, so that a captured step can count
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Move the average towards the weights."""
-        self.updates += 1
-        decay = min(self.decay, (1.0 + self.updates) / (10.0 + self.updates))
+        self.updates += 1.0
+        share = 1.0 - ((1.0 + self.updates) / (10.0 + self.updates)).clamp_max(self.decay)
         averages: list[Tensor] = [p for p in self.module.parameters() if p.is_floating_point()]
         weights: list[Tensor] = [p.detach() for p in model.parameters() if p.is_floating_point()]
-        torch._foreach_lerp_(averages, weights, 1.0 - decay)
+        steps = torch._foreach_sub(weights, averages)
+        torch._foreach_mul_(steps, share.float())
+        torch._foreach_add_(averages, steps)
 
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from dale.components import import_path
 from dale.data import Dataset, Loader
 from dale.environment import find_device
-from dale.errors import UsageError, require
+from dale.errors import UsageError, require, unknown
 from dale.files import finite, write_json
 from dale.models import load_weights
 from dale.objectives import Objective
 from dale.training.averaging import AveragedModel
 from dale.training.config import DataConfig, ModelConfig, RunConfig, Training
 from dale.training.diagnosis import stuck
+from dale.training.fast import CapturedStep, Fast, make_step
 from dale.training.loop import Trainer
 from dale.training.progress import Progress, TensorBoard
 from dale.training.runs import Run, RunFolder, save_model
@@ -35,14 +36,18 @@ def fit(
     device: str | None = None,
     resume: bool = False,
     progress: bool = True,
+    fast: Fast = "auto",
     **training: Any,
 ) -> Run:
     """Train `model` and return the run, with the selected weights in `run.model` (which is `model`, in eval mode).
 
     `training` are fields of `Training`: epochs, batch_size, optimiser, schedule, ... `out` is the run folder; without
     it a new one is made under runs/. `config` overrides what is recorded as the run's configuration. With `resume` the
-    run in `out` continues from its newest readable checkpoint, and ends as if it had never stopped.
+    run in `out` continues from its newest readable checkpoint, and ends as if it had never stopped. `fast`: take the
+    fast path where the model and the row allow it (`auto`, `on` says why not), or never (`off`).
     """
+    if fast not in get_args(Fast):
+        raise unknown("fast", fast, get_args(Fast))
     config = _config(model, objective, data, config, training)
     settings = config.training
     _check(model, objective, data)
@@ -64,10 +69,13 @@ def fit(
             device=place,
         )
         filled = objective.for_run(settings.epochs * len(loader), settings.epochs)
+        # on a CPU, where the plain path's bits are promised, the fast one is taken only when asked for
+        chosen: Fast = "off" if fast == "auto" and place.type == "cpu" else fast
+        step, line = make_step(model, filled, settings.dtype, place, chosen)
         average = None if settings.averaging is None else AveragedModel(model, settings.averaging)
         state = TrainState(
             model,
-            settings.optimiser.build(model),
+            settings.optimiser.build(model, captured=isinstance(step, CapturedStep)),
             filled.initial_duals(data.num_classes, data.num_groups, place),
             average,
         )
@@ -77,9 +85,9 @@ def fit(
         board = TensorBoard(folder.path, state.epoch + 1)
         try:
             with Progress(total, done, progress) as bar:
-                for note in notes:
-                    bar.say(f"warning: {note}")
-                Trainer(config, filled, data, state, folder, loader, place, bar, board).run()
+                for note in (*(f"warning: {note}" for note in notes), line):
+                    bar.say(note)
+                Trainer(config, filled, data, state, folder, loader, step, place, bar, board).run()
         finally:
             board.close()
         summary = _finish(model, filled, data, state, folder, config)

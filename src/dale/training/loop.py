@@ -79,6 +79,7 @@ class Trainer:
     state: TrainState
     folder: RunFolder
     loader: Loader
+    step: PlainStep
     device: torch.device
     progress: Progress
     board: TensorBoard
@@ -86,7 +87,6 @@ class Trainer:
     def __post_init__(self) -> None:
         self.training = self.config.training
         self.key = random.key(self.training.seed)
-        self.step = PlainStep(self.objective, self.training.dtype, self.device)
         self.warned = False
 
     def run(self) -> None:

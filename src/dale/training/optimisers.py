@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dale.components import Component
 from dale.errors import require, require_non_negative, require_positive
@@ -28,20 +28,22 @@ class Optimiser(Component, ABC):
         require_non_negative(self, weight_decay=self.weight_decay)
 
     @abstractmethod
-    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return torch's optimiser over parameter groups."""
+    def make(self, groups: list[dict[str, Any]], rate: float | Tensor) -> torch.optim.Optimizer:
+        """Return torch's optimiser over parameter groups; a rate that is a tensor means: to be captured in a graph."""
 
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimiser of a model's parameters."""
+    def build(self, model: nn.Module, *, captured: bool = False) -> torch.optim.Optimizer:
+        """Return the optimiser of a model's parameters; `captured`: its step will run inside a captured graph."""
+        device = next(model.parameters()).device
+        rate = torch.tensor(self.learning_rate, device=device) if captured else self.learning_rate
         parameters = [p for p in model.parameters() if p.requires_grad]
         require(len(parameters) > 0, "the model has no parameters to train")
         if self.decay_all:
-            return self.make([{"params": parameters, "weight_decay": self.weight_decay}])
+            return self.make([{"params": parameters, "weight_decay": self.weight_decay}], rate)
         # biases and the scales and shifts of normalisation layers are the parameters with one dimension
         decayed = [p for p in parameters if p.dim() > 1]
         spared = [p for p in parameters if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-        return self.make([group for group in groups if group["params"]])
+        return self.make([group for group in groups if group["params"]], rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,10 @@ class SGD(Optimiser):
         require(0.0 <= self.momentum < 1.0, f"SGD: momentum lies in [0, 1), got {self.momentum!r}")
         require(not self.nesterov or self.momentum > 0.0, "SGD: nesterov needs a momentum above 0")
 
-    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, Any]], rate: float | Tensor) -> torch.optim.Optimizer:
         """torch.optim.SGD."""
-        return torch.optim.SGD(groups, lr=self.learning_rate, momentum=self.momentum, nesterov=self.nesterov)
+        fused = True if isinstance(rate, Tensor) else None
+        return torch.optim.SGD(groups, lr=rate, momentum=self.momentum, nesterov=self.nesterov, fused=fused)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +78,11 @@ class AdamW(Optimiser):
         super().__post_init__()
         require(all(0.0 <= b < 1.0 for b in self.betas), f"AdamW: betas lie in [0, 1), got {self.betas!r}")
 
-    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, Any]], rate: float | Tensor) -> torch.optim.Optimizer:
         """torch.optim.AdamW."""
-        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
+        captured = isinstance(rate, Tensor)
+        fused = True if captured else None
+        return torch.optim.AdamW(groups, lr=rate, betas=self.betas, fused=fused, capturable=captured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +97,9 @@ class Adadelta(Optimiser):
         super().__post_init__()
         require(0.0 <= self.decay < 1.0, f"Adadelta: decay lies in [0, 1), got {self.decay!r}")
 
-    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, Any]], rate: float | Tensor) -> torch.optim.Optimizer:
         """torch.optim.Adadelta."""
-        return torch.optim.Adadelta(groups, lr=self.learning_rate, rho=self.decay)
+        return torch.optim.Adadelta(groups, lr=rate, rho=self.decay, capturable=isinstance(rate, Tensor))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Say something that stays on the screen."""
-        if not self.enabled:
+        if not self.enabled or not line:
             return
         if self.bar is not None:
             self.bar.write(line, file=sys.stderr)

@@ -59,7 +59,7 @@ class TrainState:
             "format": FORMAT,
             "epoch": self.epoch,
             "batch": self.batch,
-            "updates": 0 if self.average is None else self.average.updates,
+            "updates": 0 if self.average is None else int(self.average.updates),
             "selection": self.selection.to_plain(),
             "history": self.history,
         }
@@ -76,7 +76,7 @@ class TrainState:
             self.model.load_state_dict(rooms.get("model", {}))
             if self.average is not None:
                 self.average.module.load_state_dict(rooms.get("average", {}))
-                self.average.updates = int(facts["updates"])
+                self.average.updates.fill_(int(facts["updates"]))
             self._restore_optimiser(rooms.get("optimiser", {}))
             self._restore_duals(rooms.get("dual", {}))
             self.epoch, self.batch = int(facts["epoch"]), int(facts["batch"])

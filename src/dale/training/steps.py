@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -27,12 +28,20 @@ class PlainStep:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
+    def perturb(self, model: nn.Module, batch: Batch, key: Key) -> Tensor | None:
+        """Draw the perturbations of a batch."""
+        return self.objective.perturb(model, batch, key)
+
+    def model_of(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        """The model as the Lagrangian calls it."""
+        return model
+
     def __call__(self, state: TrainState, batch: Batch, key: Key) -> None:
         """Advance the state by one batch; `key` is the step's own."""
-        model: nn.Module = state.model
+        model = state.model
         with self.precision():
-            delta = self.objective.perturb(model, batch, key)
-            step = self.objective.lagrangian(model, batch, delta, state.duals)
+            delta = self.perturb(model, batch, key)
+            step = self.objective.lagrangian(self.model_of(model), batch, delta, state.duals)
         state.optimiser.zero_grad(set_to_none=True)
         step.loss.backward()  # type: ignore[no-untyped-call]
         state.optimiser.step()

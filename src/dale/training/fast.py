@@ -1,0 +1,200 @@
+"""The fast path: the same step, at the speed of the hardware.
+
+What it changes, and nothing else: the sampler climbs a frozen replica of the model (BatchNorm folded, the compute
+dtype, channels-last, no parameter gradients), refreshed from the live weights before every step; on a GPU the
+potential, the chain's moves and the training forward are compiled, and the whole step, from the batch to the average of
+the weights, is captured once as a CUDA graph and replayed. Nothing leaves the device in between. Tests hold it to the
+plain path.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dale.batch import Batch
+from dale.constraints import Dual
+from dale.folding import Replica, replicate
+from dale.objectives import Objective
+from dale.random import Key
+from dale.training.state import TrainState
+from dale.training.steps import PlainStep
+
+Fast = Literal["auto", "on", "off"]
+WARMUP = 3  # steps before capture: they compile, choose kernels and allocate
+
+
+class FastStep(PlainStep):
+    """Perturb on a folded replica; everything else as in the plain path. This is the whole fast path on a CPU."""
+
+    def __init__(self, objective: Objective, dtype: torch.dtype, device: torch.device, replica: Replica) -> None:
+        super().__init__(objective, dtype, device)
+        self.replica = replica
+
+    def perturb(self, model: nn.Module, batch: Batch, key: Key) -> Tensor | None:
+        """Draw perturbations with the replica, on the weights of this moment."""
+        self.replica.refresh()
+        return self.objective.perturb(self.replica, batch, key)
+
+
+class CapturedStep(FastStep):
+    """The whole step as one CUDA graph, captured at the first call and replayed from then on.
+
+    Everything that changes between two steps lives in tensors that stay where they are: the batch, the key, the
+    learning rate, the multipliers, the totals. A batch of another size than the first takes the plain path.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        dtype: torch.dtype,
+        device: torch.device,
+        replica: Replica,
+        *,
+        compiled: bool = True,
+        mode: str | None = None,
+    ) -> None:
+        super().__init__(objective, dtype, device, replica)
+        self.compiled = compiled
+        if compiled:
+            compiler = functools.partial(torch.compile, dynamic=False, mode=mode)
+            replica.compiler = functools.cache(compiler)
+        self.mode = mode
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.forward: Callable[[Tensor], Tensor] | None = None
+
+    def model_of(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        """The model as the Lagrangian calls it: compiled."""
+        if self.forward is None:
+            self.forward = torch.compile(model, dynamic=False, mode=self.mode) if self.compiled else model
+        return self.forward
+
+    def __call__(self, state: TrainState, batch: Batch, key: Key) -> None:
+        """Replay the captured step on a batch."""
+        if self.graph is None:
+            self._prepare(state, batch)
+        if batch.images.shape != self.images.shape:
+            super().__call__(state, batch, key)
+            return
+        self._fill(batch, key)
+        self._adopt(state)
+        assert self.graph is not None
+        self.graph.replay()
+
+    @torch.no_grad()
+    def _adopt(self, state: TrainState) -> None:
+        """Bring values that the loop changed between two steps to where the graph reads them."""
+        if state.duals is not self.duals:
+            for mine, theirs in zip(self.duals, state.duals, strict=True):
+                for here, value in zip(vars(mine).values(), vars(theirs).values(), strict=True):
+                    here.copy_(value)
+            state.duals = self.duals
+        if state.totals is not self.totals:
+            for name, total in self.totals.items():
+                total.copy_(state.totals[name]) if name in state.totals else total.zero_()
+            state.totals = self.totals
+
+    def _fill(self, batch: Batch, key: Key) -> None:
+        self.images.copy_(batch.images)
+        self.labels.copy_(batch.labels)
+        self.index.copy_(batch.index)
+        if self.groups is not None and batch.groups is not None:
+            self.groups.copy_(batch.groups)
+        self.word.fill_(int(key.word))
+
+    def _prepare(self, state: TrainState, batch: Batch) -> None:
+        """Run the step a few times, put the state back as it was, and capture."""
+        self.images = batch.images.clone(memory_format=torch.channels_last)
+        self.labels, self.index = batch.labels.clone(), batch.index.clone()
+        self.groups = None if batch.groups is None else batch.groups.clone()
+        self.word = torch.zeros((), dtype=torch.int64, device=self.device)
+        static = Batch(self.images, self.labels, self.index, self.groups)
+        state.duals = tuple(Dual(*(t.clone() for t in vars(dual).values())) for dual in state.duals)
+        saved = _snapshot(state)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP):
+                self._step_in_place(state, static)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        _restore(state, saved)
+        state.optimiser.zero_grad(set_to_none=True)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step_in_place(state, static)
+        _restore(state, saved)
+        self.duals, self.totals = state.duals, state.totals
+
+    def _step_in_place(self, state: TrainState, batch: Batch) -> None:
+        """One step that leaves every tensor of the state where it is."""
+        duals, totals = state.duals, state.totals
+        state.totals = {}
+        super().__call__(state, batch, Key(self.word))
+        for old, new in zip(duals, state.duals, strict=True):
+            for mine, fresh in zip(vars(old).values(), vars(new).values(), strict=True):
+                mine.copy_(fresh)
+        for name, value in state.totals.items():
+            totals.setdefault(name, torch.zeros_like(value)).add_(value)
+        state.duals, state.totals = duals, totals
+
+
+def _tensors(state: TrainState) -> list[Tensor]:
+    found: list[Tensor] = [*state.model.parameters(), *state.model.buffers(), *state.totals.values()]
+    for dual in state.duals:
+        found += vars(dual).values()
+    if state.average is not None:
+        found += [*state.average.module.parameters(), *state.average.module.buffers(), state.average.updates]
+    for slots in state.optimiser.state.values():
+        found += [value for value in slots.values() if isinstance(value, Tensor)]
+    return found
+
+
+def _snapshot(state: TrainState) -> dict[int, Tensor]:
+    """Copies of all tensors of the state, by identity."""
+    return {id(tensor): tensor.detach().clone() for tensor in _tensors(state)}
+
+
+@torch.no_grad()
+def _restore(state: TrainState, saved: dict[int, Tensor]) -> None:
+    """Put the copies back; what was made since (totals, an optimiser's first buffers) starts from zero."""
+    for tensor in _tensors(state):
+        before = saved.get(id(tensor))
+        if before is None:
+            tensor.detach().zero_()
+        else:
+            tensor.detach().copy_(before)
+
+
+def make_step(
+    model: nn.Module, objective: Objective, dtype: torch.dtype, device: torch.device, fast: Fast, long: bool = True
+) -> tuple[PlainStep, str]:
+    """Return the step for a run and a line that says which path it is and why. `long`: tuning kernels pays."""
+    plain = PlainStep(objective, dtype, device)
+    if fast == "off":
+        return plain, ""
+    reason = _obstacle(objective)
+    if reason is None:
+        replica = replicate(model, dtype=dtype, channels_last=True)
+        if isinstance(replica, Replica):
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            if device.type != "cuda":
+                return FastStep(objective, dtype, device, replica), ""
+            torch.backends.cudnn.benchmark = True
+            line = "fast path: compiling and capturing the step; the first one takes up to a minute"
+            return CapturedStep(objective, dtype, device, replica, compiled=long), line
+        reason = replica
+    return plain, f"fast path off: {reason}" if fast == "on" or device.type == "cuda" else ""
+
+
+def _obstacle(objective: Objective) -> str | None:
+    """Why a row cannot take the fast path, or None."""
+    sampler: Any = objective.sampler
+    if not objective.robust or sampler is None:
+        return None
+    if sampler.mode != "eval":
+        return "the sampler runs the model in train mode"
+    return None
