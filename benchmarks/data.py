@@ -68,9 +68,9 @@ def compare_speed(data: Dataset, batch_size: int = 128, rounds: int = 30) -> dic
     }
     seconds: dict[str, list[float]] = {"dale": [], "peer_0_workers": [], "peer_2_workers": []}
     for number in range(rounds):
-        seconds["dale"].append(_time(loader.epoch(number), 100))
+        seconds["dale"].append(_time(loader.epoch(number), 40))
         for workers, peer in peers.items():
-            seconds[f"peer_{workers}_workers"].append(_time(iter(peer), 8))
+            seconds[f"peer_{workers}_workers"].append(_time(iter(peer), 4))
     best = {name: min(values) for name, values in seconds.items()}
     result: dict[str, Any] = {"batch_size": batch_size, "rounds": rounds}
     for name, values in seconds.items():

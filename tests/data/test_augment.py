@@ -45,18 +45,31 @@ def test_moving_bytes_equals_moving_floats(augmentation: Augmentation) -> None:
     stored = torch.randint(0, 256, (30, 3, 9, 7), dtype=torch.uint8)
     index = torch.arange(30)
     numbers = augmentation.draw(_KEY, index)
-    assert torch.equal(augmentation.apply(stored, numbers) / 255, augmentation(stored / 255, _KEY, index))
+    assert torch.equal(augmentation.apply(stored.clone(), numbers) / 255, augmentation(stored / 255, _KEY, index))
 
 
-@pytest.mark.parametrize("count", [10, 200])
-def test_crop_against_padding_and_slicing_by_hand(count: int) -> None:
-    images = torch.rand(count, 3, 8, 6)
-    crop = RandomCrop(padding=4)
-    offsets = crop.draw(_KEY, torch.arange(count))
-    out = crop.apply(images, offsets)
-    padded = F.pad(images, (4, 4, 4, 4))
+@pytest.mark.parametrize("augmentation", [a for a in _ALL if a.moves_only], ids=repr)
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_gathering_is_selecting_and_applying(augmentation: Augmentation, count: int) -> None:
+    stored = torch.randint(0, 256, (count, 3, 9, 7), dtype=torch.uint8)
+    kept = stored.clone()
+    places = torch.randint(0, count, (300,))  # first and last images among them, whose shifts reach over the ends
+    numbers = augmentation.draw(_KEY, torch.arange(300))
+    for source in (stored, stored.to(memory_format=torch.channels_last), stored / 255):
+        expected = augmentation.apply(source[places].contiguous(), numbers)
+        assert torch.equal(augmentation.gather(source, places, numbers), expected)
+    assert torch.equal(stored, kept)
+
+
+@pytest.mark.parametrize(("padding", "height", "width"), [(4, 8, 6), (1, 3, 2), (9, 8, 6), (30, 20, 16)])
+def test_crop_against_padding_and_slicing_by_hand(padding: int, height: int, width: int) -> None:
+    images = torch.rand(100, 3, height, width)
+    crop = RandomCrop(padding=padding)
+    offsets = crop.draw(_KEY, torch.arange(100))
+    out = crop.apply(images.clone(), offsets)
+    padded = F.pad(images, (padding,) * 4)
     for i, (row, column) in enumerate(offsets.tolist()):
-        assert torch.equal(out[i], padded[i, :, row : row + 8, column : column + 6])
+        assert torch.equal(out[i], padded[i, :, row : row + height, column : column + width])
 
 
 def test_crop_offsets_are_uniform() -> None:

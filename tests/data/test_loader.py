@@ -50,7 +50,7 @@ def test_an_epoch_without_augmentation_shows_every_example_once() -> None:
     )
     assert torch.equal(labels, index % 7)
     assert torch.equal(groups, index % 3)
-    assert torch.equal(_by_example(batches), _SPLIT.images.flip(0) / 255)
+    assert torch.equal(_by_example(batches), _SPLIT.convert(_SPLIT.images.flip(0)))
 
 
 def test_order_and_augmentation_depend_on_seed_and_epoch() -> None:
@@ -104,7 +104,8 @@ def test_resume_in_the_middle_of_an_epoch(resident: bool) -> None:
         assert all(_same(a, b) for a, b in zip(rest, whole[start:], strict=True))
 
 
-def test_the_background_loader_gives_the_same_numbers_and_ends_its_thread() -> None:
+def test_the_background_loader_gives_the_same_numbers_and_ends_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dale.data.loader._BLOCK", 64)  # many blocks, so that the thread has work left when we stop
     resident = Loader(_SPLIT, 64, seed=1, augmentation=_MOVES, resident=True)
     background = Loader(_SPLIT, 64, seed=1, augmentation=_MOVES, resident=False)
     for ours, theirs in zip(background.epoch(0), resident.epoch(0), strict=True):

@@ -17,9 +17,18 @@ def test_batches_cover_the_split_in_order_and_divide_by_the_scale() -> None:
     assert [len(b) for b in batches] == [4, 4, 2]
     images = torch.cat([b.images for b in batches])
     assert images.dtype == torch.float32
-    assert torch.equal(images, split.images.to(torch.float32) / 255)
+    torch.testing.assert_close(images, split.images / 255, rtol=0, atol=2**-24)
+    assert torch.equal(images, split.images * torch.tensor(1 / 255))
     assert torch.equal(torch.cat([b.index for b in batches]), torch.arange(10))
     assert torch.equal(torch.cat([b.labels for b in batches]), split.labels)
+
+
+def test_every_byte_stays_in_range_and_full_scale_is_one() -> None:
+    split = Split.of(torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8), torch.arange(4))
+    levels = torch.cat([b.images for b in split.batches(3)]).flatten()
+    assert levels[0] == 0.0
+    assert levels[255] == 1.0
+    assert (levels.diff() > 0).all()
 
 
 def test_float_images_are_kept_as_they_are() -> None:
@@ -29,9 +38,8 @@ def test_float_images_are_kept_as_they_are() -> None:
     assert torch.equal(batch.images, images.float())
     assert batch.groups is not None
     assert batch.groups.tolist() == [0, 2, 1]
-    # what is handed out is not the stored tensor turned in place
-    batch.images.zero_()
-    assert split.scale == 1.0
+    batch.images.zero_()  # what is handed out is the caller's own
+    assert torch.equal(split.images, images.float())
 
 
 def test_take_and_first() -> None:

@@ -6,6 +6,7 @@ image's augmentation does not depend on the batch it is in, the process that see
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -17,6 +18,8 @@ from dale import random
 from dale.components import Component
 from dale.errors import UsageError, require
 from dale.random import Key
+
+_TABLE = 1 << 20  # the largest table of crop masks worth keeping, in pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +35,20 @@ class Augmentation(Component):
     @final
     def __call__(self, images: Tensor, key: Key, index: Tensor) -> Tensor:
         """Return the augmented images: (B, C, H, W) floats in [0, 1], as given; `index` holds the example numbers."""
-        augmented = self.apply(images, self.draw(key, index))
+        augmented = self.apply(images.detach().clone(), self.draw(key, index))
         return augmented if self.moves_only else augmented.clamp_(0.0, 1.0)
 
     @abstractmethod
     def draw(self, key: Key, index: Tensor) -> Tensor:
         """Return the random numbers of each image, (B, ...)."""
 
+    def gather(self, stored: Tensor, places: Tensor, numbers: Tensor) -> Tensor:
+        """Return `apply(stored[places], numbers)`; a subclass may do both in one pass over memory."""
+        return self.apply(stored.index_select(0, places), numbers)
+
     @abstractmethod
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:
-        """Return new images, changed by the numbers that `draw` gave for them."""
+        """Return the images changed by the numbers that `draw` gave for them; `images` itself may be overwritten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,26 +71,57 @@ class RandomCrop(Augmentation):
         A row ends where the next begins, so the shifted image is one stretch of memory that starts earlier or later,
         copied whole; what it took from beyond its own borders is then set to zero.
         """
-        channels, height, width = images.shape[1:]
-        size, side = channels * height * width, 2 * self.padding + 1
-        guard = images.new_zeros(self.padding * (width + 1))
+        guard = images.new_zeros(self.padding * (images.shape[3] + 1))
         flat = torch.cat((guard, images.reshape(-1), guard))
-        stretches = flat.as_strided((len(flat) - size + 1, size), (1, 1))
-        starts = torch.arange(len(images), device=images.device) * size + numbers[:, 0] * width + numbers[:, 1]
-        moved = stretches.index_select(0, starts).view(images.shape)
-        rows, columns = (_inside(n, self.padding, images) for n in (height, width))
-        if side * side <= len(images):  # the mask of every offset, then the one of each image
-            masks = rows.view(side, 1, height, 1) * columns.view(1, side, 1, width)
-            mask = masks.view(side * side, -1).index_select(0, numbers[:, 0] * side + numbers[:, 1])
+        size = images[0].numel()
+        starts = torch.arange(0, len(images) * size, size, device=images.device) + self._shift(images, numbers)
+        return self._cut(flat, starts.add_(len(guard)), images, numbers)
+
+    def gather(self, stored: Tensor, places: Tensor, numbers: Tensor) -> Tensor:
+        """Cut straight out of the stored images; the few that reach over their ends are done by `apply`."""
+        if stored.device.type != "cpu" or not stored.is_contiguous():
+            return super().gather(stored, places, numbers)
+        size = stored[0].numel()
+        wanted = places * size + self._shift(stored, numbers)
+        starts = wanted.clamp(0, stored.numel() - size)
+        cut = self._cut(stored.view(-1), starts, stored, numbers)
+        over = (starts != wanted).nonzero().squeeze(1)
+        if len(over):
+            cut[over] = self.apply(stored.index_select(0, places[over]), numbers[over])
+        return cut
+
+    def _shift(self, images: Tensor, numbers: Tensor) -> Tensor:
+        """How many pixels later in memory each shifted image begins."""
+        width = images.shape[3]
+        return (numbers[:, 0] * width).add_(numbers[:, 1]).sub_(self.padding * (width + 1))
+
+    def _cut(self, flat: Tensor, starts: Tensor, like: Tensor, numbers: Tensor) -> Tensor:
+        """Copy the stretches of memory at `starts`, and blacken what does not belong to the image."""
+        shape, side = like.shape[1:], 2 * self.padding + 1
+        size, (height, width) = shape.numel(), shape[1:]
+        moved = flat.as_strided((len(flat) - size + 1, size), (1, 1)).index_select(0, starts)
+        row, column = numbers.unbind(1)
+        if side * side * height * width <= _TABLE:  # the masks of all offsets, and of them the one of each image
+            table = _masks(self.padding, height, width, like.dtype, like.device)
+            mask = table.index_select(0, (row * side).add_(column))
         else:
-            mask = rows[numbers[:, 0]].unsqueeze(2) * columns[numbers[:, 1]].unsqueeze(1)
-        return moved.mul_(mask.view(-1, 1, height, width))
+            rows, columns = (_inside(n, self.padding, like.dtype, like.device) for n in (height, width))
+            mask = rows[row].unsqueeze(2) * columns[column].unsqueeze(1)
+        return moved.view(-1, *shape).mul_(mask.view(-1, 1, height, width))
 
 
-def _inside(length: int, padding: int, like: Tensor) -> Tensor:
+@functools.lru_cache(maxsize=32)
+def _inside(length: int, padding: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ones where place + offset - padding lies in 0 .. length - 1, else zeros: (2 * padding + 1, length)."""
-    place = torch.arange(length, device=like.device) + torch.arange(2 * padding + 1, device=like.device).unsqueeze(1)
-    return ((place >= padding) & (place < length + padding)).to(like.dtype)
+    place = torch.arange(length, device=device) + torch.arange(2 * padding + 1, device=device).unsqueeze(1)
+    return ((place >= padding) & (place < length + padding)).to(dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _masks(padding: int, height: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return for each pair of offsets the pixels that come from inside the image: ((2 * padding + 1)^2, H * W)."""
+    rows, columns = (_inside(length, padding, dtype, device) for length in (height, width))
+    return (rows[:, None, :, None] * columns[None, :, None, :]).flatten(2).flatten(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +136,12 @@ class RandomFlip(Augmentation):
 
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:
         """Mirror the images whose bit is set."""
-        place = torch.arange(len(images), device=images.device)
-        # picking whole images from both kinds copies blocks of memory, where a mask would go pixel by pixel
-        return torch.cat((images, images.flip(3))).index_select(0, place + len(images) * numbers)
+        if images.device.type != "cpu":
+            return torch.where(numbers.view(-1, 1, 1, 1), images.flip(3), images)
+        # on a CPU only those are touched, and NumPy writes them back whole where torch would go pixel by pixel
+        chosen = numbers.nonzero().squeeze(1)
+        images.numpy()[chosen.numpy()] = images.index_select(0, chosen).flip(3).numpy()
+        return images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,4 +169,4 @@ class RandomCutout(Augmentation):
             place = torch.arange(length, device=images.device)
             inside.append((place >= start) & (place < start + self.size))
         hole = inside[0].unsqueeze(2) & inside[1].unsqueeze(1)
-        return images.masked_fill(hole.unsqueeze(1), 0)
+        return images.masked_fill_(hole.unsqueeze(1), 0)

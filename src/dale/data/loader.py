@@ -7,6 +7,7 @@ in the middle of an epoch at no cost, and each of several processes takes its ow
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,8 @@ from dale.errors import UsageError, require
 _BLOCK = 512  # examples gathered and moved at once: fewer, larger operations, still small enough for a CPU's cache
 _DRAWN = 16  # blocks whose augmentation is drawn at once
 _AHEAD = 2  # blocks that wait, pinned, for a device that does not hold the data
+
+_Drawn = list[tuple[Augmentation, Tensor]]  # augmentations, each with its numbers for one block
 
 
 class Loader:
@@ -75,16 +78,15 @@ class Loader:
         blocks = [shares[first : first + step] for first in range(0, len(shares), step)]
         keys = [self._key.fold("augmentation").fold(epoch).fold(i) for i in range(len(self.augmentation))]
         places = [torch.cat(block) for block in blocks]
-        stored = self._gather(places) if self.resident else self._gather_ahead(places)
-        drawn = self._draw(places, keys)
-        for block, examples, numbers in zip(blocks, stored, drawn, strict=True):
-            yield from self._finish(examples, [len(share) for share in block], numbers)
+        gather = self._gather if self.resident else self._gather_ahead
+        for block, (examples, left) in zip(blocks, gather(places, self._draw(places, keys)), strict=True):
+            yield from self._finish(examples, [len(share) for share in block], left)
 
     def _share(self, order: Tensor, number: int) -> Tensor:
         batch = order[number * self.batch_size : (number + 1) * self.batch_size]
         return batch[self.rank * len(batch) // self.world_size : (self.rank + 1) * len(batch) // self.world_size]
 
-    def _draw(self, places: list[Tensor], keys: list[random.Key]) -> Iterator[list[Tensor]]:
+    def _draw(self, places: list[Tensor], keys: list[random.Key]) -> Iterator[_Drawn]:
         """Yield each block's augmentation numbers, drawn for many blocks at a time: the hash costs little more."""
         for first in range(0, len(places), _DRAWN):
             part = places[first : first + _DRAWN]
@@ -95,39 +97,43 @@ class Loader:
                 for augmentation, key in zip(self.augmentation, keys, strict=True)
             ]
             for i in range(len(part)):
-                yield [pieces[i] for pieces in numbers]
+                yield [(a, pieces[i]) for a, pieces in zip(self.augmentation, numbers, strict=True)]
 
-    def _finish(self, examples: Batch, sizes: list[int], numbers: list[Tensor]) -> Iterator[Batch]:
-        """Augment a block of stored examples and cut it into batches of floats.
+    def _finish(self, examples: Batch, sizes: list[int], left: _Drawn) -> Iterator[Batch]:
+        """Do what is left of the augmentation of a block of stored examples, and cut it into batches of floats.
 
         What only moves pixels is done to stored values and for the whole block; the rest to floats, batch by batch.
         """
         images = examples.images
-        left = list(zip(self.augmentation, numbers, strict=True))
         while left and left[0][0].moves_only:
-            augmentation, own = left.pop(0)
-            images = augmentation.apply(images, own)
+            augmentation, numbers = left.pop(0)
+            images = augmentation.apply(images, numbers)
         moved, first = Batch(images, examples.labels, examples.index, examples.groups), 0
         for size in sizes:
             part, first = slice(first, first + size), first + size
             batch = moved[part]
             images = self.split.convert(batch.images)
-            for augmentation, own in left:
-                images = augmentation.apply(images, own[part])
+            for augmentation, numbers in left:
+                images = augmentation.apply(images, numbers[part])
                 images = images if augmentation.moves_only else images.clamp_(0.0, 1.0)
             yield Batch(images, batch.labels, batch.index, batch.groups)
 
-    def _select(self, places: Tensor) -> Batch:
+    def _gather(self, places: list[Tensor], drawn: Iterator[_Drawn]) -> Iterator[tuple[Batch, _Drawn]]:
+        """Yield blocks of stored examples, and the augmentation still to be done."""
         split = self.split
-        groups = None if split.groups is None else split.groups[places]
-        return Batch(split.images.index_select(0, places), split.labels[places], split.index[places], groups)
+        for cpu_block, left in zip(places, drawn, strict=True):
+            block = cpu_block.to(self.device, non_blocking=True)
+            if left and left[0][0].moves_only:
+                augmentation, numbers = left.pop(0)
+                images = augmentation.gather(split.images, block, numbers)
+            else:
+                images = split.images.index_select(0, block)
+            groups = None if split.groups is None else split.groups.index_select(0, block)
+            yield Batch(images, split.labels.index_select(0, block), split.index.index_select(0, block), groups), left
 
-    def _gather(self, places: list[Tensor]) -> Iterator[Batch]:
-        for block in places:
-            yield self._select(block.to(self.device, non_blocking=True))
-
-    def _gather_ahead(self, places: list[Tensor]) -> Iterator[Batch]:
+    def _gather_ahead(self, places: list[Tensor], drawn: Iterator[_Drawn]) -> Iterator[tuple[Batch, _Drawn]]:
         """Yield blocks that a thread gathers ahead of use, pinned where the device is a GPU."""
+        stored = Batch(self.split.images, self.split.labels, self.split.index, self.split.groups)
         ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=_AHEAD)
         stop = threading.Event()
 
@@ -142,7 +148,7 @@ class Loader:
                 for block in places:
                     if stop.is_set():
                         return
-                    examples = self._select(block)
+                    examples = _each(stored, functools.partial(torch.index_select, dim=0, index=block))
                     put(_each(examples, Tensor.pin_memory) if self.device.type == "cuda" else examples)
             except BaseException as error:  # handed to the consumer, which raises it
                 put(error)
@@ -150,11 +156,11 @@ class Loader:
         thread = threading.Thread(target=work, name="dale-loader", daemon=True)
         thread.start()
         try:
-            for _ in places:
+            for left in drawn:
                 item = ready.get()
                 if isinstance(item, BaseException):
                     raise item
-                yield _each(item, lambda tensor: tensor.to(self.device, non_blocking=True))
+                yield _each(item, lambda tensor: tensor.to(self.device, non_blocking=True)), left
         finally:
             stop.set()
             thread.join()

@@ -63,8 +63,13 @@ class Split:
         return Split(stored, labels, torch.arange(len(labels), device=labels.device), num_classes, scale, groups)
 
     def convert(self, stored: Tensor) -> Tensor:
-        """Turn stored values into float32 images in [0, 1]: stored / scale."""
-        return stored.to(torch.float32) if self.scale == 1.0 else stored.to(torch.float32).div_(self.scale)
+        """Turn stored values into new float32 images in [0, 1]: stored / scale.
+
+        As a product with the rounded 1 / scale, which a GPU computes anyway: the same bits on every device, and full
+        scale is exactly 1 (for 255 and for every power of two).
+        """
+        images = stored.to(torch.float32, copy=True)
+        return images if self.scale == 1.0 else images.mul_(1.0 / self.scale)
 
     def take(self, indices: Tensor | Sequence[int]) -> Split:
         """Return the examples at the given places of this split, in the given order."""
