@@ -16,6 +16,9 @@ import pytest
 
 # before torch is imported: several test processes with a thread per core each would spend their time waiting
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# likewise: some sandboxes advertise the AMX unit of the processor and then refuse its instructions, which ends the
+# process in oneDNN's bfloat16 kernels; AVX-512 computes the same tests
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 _ROOT = Path(__file__).resolve().parents[1]
 _NEEDED = (
