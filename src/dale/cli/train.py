@@ -34,6 +34,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    from dale.environment import no_denormals
+
+    with no_denormals():  # before data and model wake torch's threads
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.resume is not None:
         config, out = _resumed(args)
     else:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dale.components import import_path
 from dale.data import Dataset, Loader
-from dale.environment import find_device
+from dale.environment import find_device, no_denormals
 from dale.errors import UsageError, require, unknown
 from dale.files import finite, write_json
 from dale.models import load_weights
@@ -57,8 +57,7 @@ def fit(
         folder.require_same(config)
     else:
         folder.create(config)
-    torch.set_flush_denormal(True)  # KL training runs into denormals, which slow a CPU down tenfold
-    with folder.locked(), torch.random.fork_rng(), _determinism(settings.deterministic):
+    with folder.locked(), torch.random.fork_rng(), _determinism(settings.deterministic), no_denormals():
         folder.write_environment(objective)
         model.to(place)
         loader = Loader(
