@@ -33,10 +33,9 @@ class Optimiser(Component, ABC):
 
     def build(self, model: nn.Module, *, captured: bool = False) -> torch.optim.Optimizer:
         """Return the optimiser of a model's parameters; `captured`: its step will run inside a captured graph."""
-        device = next(model.parameters()).device
-        rate = torch.tensor(self.learning_rate, device=device) if captured else self.learning_rate
         parameters = [p for p in model.parameters() if p.requires_grad]
         require(len(parameters) > 0, "the model has no parameters to train")
+        rate = torch.tensor(self.learning_rate, device=parameters[0].device) if captured else self.learning_rate
         if self.decay_all:
             return self.make([{"params": parameters, "weight_decay": self.weight_decay}], rate)
         # biases and the scales and shifts of normalisation layers are the parameters with one dimension
