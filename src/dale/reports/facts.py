@@ -19,6 +19,13 @@ WORDS: dict[Verdict, str] = {
     "none": "No constraint",
     "unknown": "Not finished",
 }
+BRIEF: dict[Verdict, str] = {
+    "proven": "proven",
+    "met": "met",
+    "missed": "not met",
+    "none": "none",
+    "unknown": "unfinished",
+}
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def _tiles(run: RunFiles) -> str:
     names = {"clean": "clean accuracy", "worst": "worst of all attacks"}
     tiles = []
     for score in facts.scores(run):
-        interval = "" if score.lower is None else f"95%: {percent(score.lower)} to {percent(score.upper)}"
+        interval = "" if score.lower is None else f"[{percent(score.lower)}, {percent(score.upper)}]"
         name = names.get(score.name, f"under {score.name}")
         tiles.append((name, percent(score.value), interval))
     loss, error = number(dig(run.evaluation, "nominal_loss", "mean")), dig(run.evaluation, "nominal_loss")
@@ -75,7 +75,7 @@ def _tiles(run: RunFiles) -> str:
         for name, value, note in tiles
     )
     shown = number(dig(run.evaluation, "n"))
-    images = "" if shown is None else f"On {shown:.0f} test images, with exact 95% intervals. "
+    images = "" if shown is None else f"On {shown:.0f} test images, with exact 95% intervals in brackets. "
     line = f'<p class="soft">{images}{_BOUND}</p>' if facts.scores(run) else ""
     return f'<div class="tiles">{inner}</div>{line}' if tiles else ""
 
@@ -134,7 +134,7 @@ def _row(k: int, run: RunFiles, attacks: Sequence[str]) -> str:
     dual, seconds = facts.multiplier(run), number(run.summary.get("seconds"))
     texts = [(run.name, escape(run.name)), (facts.algorithm(run), escape(facts.algorithm(run)))]
     texts += [(facts.dataset(run), escape(facts.dataset(run))), (limits, escape(limits or "-"))]
-    badge = {"proven": "proven", "met": "met", "missed": "not met", "none": "none", "unknown": "unfinished"}[kind]
+    badge = facts.BRIEF[kind]
     texts.append((badge, f'<span class="badge {kind}">{SIGNS[kind]} {badge}</span>'))
     cells = [_cell(text, value, numeric=False) for value, text in texts]
     for name in ("clean", *attacks):

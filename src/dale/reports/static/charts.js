@@ -34,12 +34,13 @@ function ticks(low, high, count) {
   return found;
 }
 
-function extent(values, pad) {
+function extent(values, pad, share) {
   let low = Infinity, high = -Infinity;
   for (const v of values) if (Number.isFinite(v)) { low = Math.min(low, v); high = Math.max(high, v); }
   if (low > high) return [0, 1];
-  if (low === high) return [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
-  return [low - (high - low) * pad, high + (high - low) * pad];
+  const least = share ? 0.1 : (Math.abs(low) || 1) * 0.02; // no axis is so short that noise looks like a landslide
+  const more = Math.max((high - low) * pad, (least - (high - low)) / 2);
+  return share ? [Math.max(-0.02, low - more), Math.min(1.02, high + more)] : [low - more, high + more];
 }
 
 let charts = 0;
@@ -54,8 +55,9 @@ class Chart {
     this.view = null;
     this.figure = element("div", { class: "plot", tabindex: "0" }, host);
     this.tip = element("div", { class: "tip", role: "status", hidden: "" }, this.figure);
-    this.legend = element("div", { class: "legend" }, host);
-    const tools = element("div", { class: "tools" }, host);
+    const below = element("div", { class: "below" }, host);
+    this.legend = element("div", { class: "legend" }, below);
+    const tools = element("div", { class: "tools" }, below);
     for (const [text, title, act] of [["+", "Zoom in", () => this.zoom(0.5)], ["−", "Zoom out", () => this.zoom(2)],
       ["Reset", "Show everything", () => { this.view = null; this.draw(); }]]) {
       element("button", { type: "button", title, "aria-label": title }, tools, text).addEventListener("click", act);
@@ -78,17 +80,18 @@ class Chart {
     const { spec } = this, seen = this.shown(), points = seen.flatMap((s) => s.points);
     const rules = spec.rules || [];
     const values = points.flatMap((p) => [p[1], p[2], p[3]]).filter((v) => v != null).concat(rules.map((r) => r.y));
-    let x = spec.categories ? [-0.5, spec.categories.length - 0.5] : extent(points.map((p) => p[0]), 0.03);
-    let y = spec.yRange || extent(values, 0.06);
-    if (spec.yZero) y = [Math.min(0, y[0] > 0 ? 0 : y[0]), y[1]];
+    const across = points.flatMap((p) => [p[0], ...(p[5] || [])]);
+    const x = spec.categories ? [-0.5, spec.categories.length - 0.5] : extent(across, 0.03, spec.xFormat === "percent");
+    const y = spec.yRange || extent(values, 0.06, spec.yFormat === "percent");
+    if (spec.yZero) y[0] = Math.min(0, y[0]);
     return { x, y };
   }
 
   draw() {
     const { spec } = this, width = (this.width = this.host.clientWidth);
     if (width < 40) return;
-    const height = Math.round(Math.max(230, Math.min(spec.tall ? 440 : 340, width * (spec.tall ? 0.75 : 0.5))));
-    const left = 54, right = 14, top = 12, slanted = spec.categories && spec.categories.some((c) => c.length > 3);
+    const height = Math.round(Math.max(230, Math.min(spec.tall ? 420 : 290, width * (spec.tall ? 0.75 : 0.55))));
+    const left = 54, right = (spec.rules || []).length ? 62 : 14, top = 12, slanted = spec.categories && spec.categories.some((c) => c.length > 3);
     const bottom = slanted ? 76 : 44;
     const view = this.view || this.bounds();
     const box = (this.box = { left, top, width: width - left - right, height: height - top - bottom, view });
@@ -103,7 +106,8 @@ class Chart {
     const inside = node("g", { "clip-path": `url(#${this.id})` }, svg);
     for (const rule of spec.rules || []) {
       node("line", { x1: left, x2: left + box.width, y1: Y(rule.y), y2: Y(rule.y), class: "rule" }, inside);
-      node("text", { x: left + box.width - 4, y: Y(rule.y) - 5, class: "rule-name", "text-anchor": "end" }, inside, rule.name);
+      if (Y(rule.y) < top - 1 || Y(rule.y) > top + box.height + 1) continue;
+      node("text", { x: left + box.width + 6, y: Y(rule.y) + 4, class: "rule-name" }, svg, rule.name);
     }
     const seen = this.shown();
     let count = 0;

@@ -59,7 +59,9 @@
 
   function radius() {
     draw("radius", { label: "Accuracy against epsilon", x: "ε", y: "accuracy", yFormat: "percent", yRange: [0, 1.02], legend: true,
-      series: runs.map((run, k) => line(run.name, k, run.radius.length > 1 ? run.radius : [], { marks: true, ...style(k) })).filter((_, k) => kept[k]) });
+      // two radii alone say nothing about those between: no line
+      series: runs.map((run, k) => line(run.name, k, run.radius.length > 1 ? run.radius : [], { marks: true, line: run.radius.length > 2, ...style(k) }))
+        .filter((_, k) => kept[k]) });
   }
 
   function tradeOff() {
