@@ -84,9 +84,11 @@ class Constraint(Component):
 
     def limits(self, count: int, like: Tensor | None = None) -> Tensor:
         """The limit of each group, (G,)."""
-        values = list(self.limit) if isinstance(self.limit, tuple) else [self.limit]
-        device = None if like is None else like.device
-        return torch.tensor(values * (count if len(values) == 1 else 1), dtype=torch.float32, device=device)
+        values = self.limit if isinstance(self.limit, tuple) else (self.limit,)
+        device = torch.device("cpu") if like is None else like.device
+        # filled there, value by value: a copy from the host would stop a captured graph
+        filled = [torch.full((1,), value, dtype=torch.float32, device=device) for value in values]
+        return filled[0].expand(count) if len(filled) == 1 else torch.cat(filled)
 
     def membership(self, labels: Tensor, groups: Tensor | None, count: int) -> Tensor:
         """1[group of example i = g], as (B, G) floats."""

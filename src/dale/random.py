@@ -75,9 +75,10 @@ class Key:
         if isinstance(data, str):
             data = int.from_bytes(hashlib.blake2b(data.encode(), digest_size=8).digest(), "little", signed=True)
         if isinstance(data, Tensor) or isinstance(self.word, Tensor):
-            device = data.device if isinstance(data, Tensor) else self.word.device  # type: ignore[union-attr]
-            word = torch.as_tensor(self.word, dtype=torch.int64, device=device)
-            return Key(_mix64(word ^ _mix64(torch.as_tensor(data, dtype=torch.int64, device=device))))
+            # one of them is a tensor; the other stays a number, for a copy to the device would stop a captured graph
+            if isinstance(data, Tensor):
+                return Key(_mix64(_mix64(data.to(torch.int64)) ^ self.word))
+            return Key(_mix64(self.word ^ _mix64(_signed(data))))
         return Key(_mix64(self.word ^ _mix64(_signed(data))))
 
     def each(self, count: int) -> list[Key]:
