@@ -22,6 +22,7 @@ from dale.training.diagnosis import stuck
 from dale.training.fast import CapturedStep, Fast, make_step
 from dale.training.loop import Trainer
 from dale.training.progress import Progress, TensorBoard
+from dale.training.recipes import default_config
 from dale.training.runs import Run, RunFolder, save_model
 from dale.training.state import TrainState
 
@@ -41,10 +42,11 @@ def fit(
 ) -> Run:
     """Train `model` and return the run, with the selected weights in `run.model` (which is `model`, in eval mode).
 
-    `training` are fields of `Training`: epochs, batch_size, optimiser, schedule, ... `out` is the run folder; without
-    it a new one is made under runs/. `config` overrides what is recorded as the run's configuration. With `resume` the
-    run in `out` continues from its newest readable checkpoint, and ends as if it had never stopped. `fast`: take the
-    fast path where the model and the row allow it (`auto`, `on` says why not), or never (`off`).
+    `training` are fields of `Training`: epochs, batch_size, optimiser, schedule, ...; what is not given is as in the
+    data set's default recipe. `out` is the run folder; without it a new one is made under runs/. `config` overrides
+    what is recorded as the run's configuration. With `resume` the run in `out` continues from its newest readable
+    checkpoint, and ends as if it had never stopped. `fast`: take the fast path where the model and the row allow it
+    (`auto`; `on` says why not), or never (`off`).
     """
     if fast not in get_args(Fast):
         raise unknown("fast", fast, get_args(Fast))
@@ -134,6 +136,7 @@ def _config(
             ),
             model=ModelConfig(name=name, activation=getattr(model, "dale_activation", "relu")),
             objective=objective,
+            training=default_config(data.name).training,
         )
     try:
         return replace(config, training=replace(config.training, **training))
