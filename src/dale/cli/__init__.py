@@ -52,7 +52,7 @@ def _parser(only: str | None) -> argparse.ArgumentParser:
         )
         if only == name:
             module.configure(sub)
-        sub.set_defaults(run=module.run)
+        sub.set_defaults(_command=module.run)  # underscored: `run` is an argument of several commands
     return parser
 
 
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         args = _parser(word).parse_args(argv)
-        code: int = args.run(args)
+        code: int = args._command(args)
         return code
     except DaleError as error:
         print(f"dale: error: {error}", file=sys.stderr)
