@@ -53,6 +53,8 @@ def fit(
     config = _config(model, objective, data, config, training)
     settings = config.training
     _check(model, objective, data)
+    objective.initial_duals(data.num_classes, data.num_groups)  # both refuse what does not fit, before a folder is made
+    settings.optimiser.build(model)
     place = find_device(device)
     folder = RunFolder(out if out is not None else free_folder(data.name, objective.name))
     if resume:
