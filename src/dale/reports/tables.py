@@ -72,14 +72,14 @@ def markdown(runs: Sequence[RunFiles]) -> str:
     """The results as a Markdown table."""
     head, rows, numeric = _short(runs)
     lines = [
-        "| " + " | ".join(map(_markdown, head)) + " |",
+        "| " + " | ".join(map(escape_markdown, head)) + " |",
         "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|",
-        *("| " + " | ".join(map(_markdown, row)) + " |" for row in rows),
+        *("| " + " | ".join(map(escape_markdown, row)) + " |" for row in rows),
     ]
     return "\n".join([*lines, "", NOTE]) + "\n"
 
 
-def _markdown(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Text that stays text: no column, tag, link or emphasis comes out of a run's name."""
     for sign in "\\`*_[]|":
         text = text.replace(sign, "\\" + sign)

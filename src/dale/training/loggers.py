@@ -1,0 +1,297 @@
+"""Live views of a run behind one small interface: TensorBoard always, Weights & Biases and MLflow where asked for.
+
+A logger is told four things: the configuration when the run starts, a record after every epoch, pictures, and the
+summary at the end. Numbers have the same names everywhere, grouped as TensorBoard groups them: `train/...`,
+`validation/...`, `constraint/...`, `time/...`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import io
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dale.errors import DaleError, unknown
+from dale.files import read_json
+
+Image = npt.NDArray[np.uint8]  # (height, width, 3)
+
+
+class Logger(ABC):
+    """Something that shows a run while it trains."""
+
+    @abstractmethod
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Take note of the configuration, as nested plain values."""
+
+    @abstractmethod
+    def epoch(self, record: Mapping[str, Any]) -> None:
+        """Take note of an epoch: the record that goes to metrics.jsonl."""
+
+    @abstractmethod
+    def images(self, name: str, image: Image, step: int) -> None:
+        """Show a picture, (height, width, 3) bytes."""
+
+    @abstractmethod
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Take note of the result and close; None for a run that was interrupted."""
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of an epoch's record under names that group well."""
+    found: dict[str, Any] = {
+        f"train/{key}": record.get(key)
+        for key in ("loss", "robust_loss", "nominal_loss", "clean_accuracy", "robust_accuracy", "learning_rate")
+    }
+    held = record.get("validation") or {}
+    found |= {f"validation/{key}": held.get(key) for key in ("clean_accuracy", "robust_accuracy", "nominal_loss")}
+    found |= {f"time/{key}_seconds": value for key, value in (record.get("seconds") or {}).items()}
+    for constraint in record.get("constraints", ()):
+        for key in ("multiplier", "violation", "measure", "limit"):
+            values = constraint.get(key, ())
+            for group, value in enumerate(values):
+                suffix = f"/{constraint['by']}-{group}" if len(values) > 1 else ""
+                found[f"constraint/{constraint['name']}_{key}{suffix}"] = value
+    return {name: float(value) for name, value in found.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one level, `training.optimiser.learning_rate` and so on; lists become text."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{name}.")
+        elif value is not None:
+            found[name] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return found
+
+
+def results(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a run's summary that tell one run from another."""
+    held = summary.get("validation") or {}
+    found: dict[str, Any] = {
+        f"result/{key}": held.get(key) for key in ("clean_accuracy", "robust_accuracy", "nominal_loss")
+    }
+    found |= {f"result/{key}": summary.get(key) for key in ("violation", "selected_epoch", "seconds")}
+    return {name: float(value) for name, value in found.items() if _is_number(value)}
+
+
+LAYOUT = {
+    "DALE": {
+        "losses and the limit": [
+            "Multiline",
+            ["train/nominal_loss", "train/robust_loss", "validation/nominal_loss", "constraint/loss_limit"],
+        ],
+        "multiplier": ["Multiline", ["constraint/.*_multiplier.*"]],
+        "held-out accuracy": ["Multiline", ["validation/clean_accuracy", "validation/robust_accuracy"]],
+    }
+}
+
+
+class TensorBoard(Logger):
+    """Event files in the run folder, so that `tensorboard --logdir runs` shows every run side by side.
+
+    Scalars by group; a custom layout with the paper's Figure 2 (losses with the limit, the multiplier); the
+    configuration as text; hyperparameters with the results at the end. A resumed run starts `after` the epochs it
+    keeps. Where tensorboardX cannot be imported nothing is written: a run must not fail for its picture.
+    """
+
+    def __init__(self, folder: Path, after: int | None = None) -> None:
+        self.config: dict[str, Any] = {}
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            self.writer = None
+            return
+        self.writer = SummaryWriter(str(folder), purge_step=after)
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Write the configuration as text, and the layout."""
+        self.config = flat(config)
+        if self.writer is not None:
+            rows = "\n".join(f"    {name}: {value}" for name, value in self.config.items())
+            self.writer.add_text("configuration", rows, 0)
+            self.writer.add_custom_scalars(LAYOUT)
+            self.writer.flush()
+
+    def epoch(self, record: Mapping[str, Any]) -> None:
+        """Write an epoch's numbers."""
+        if self.writer is not None:
+            for name, value in scalars(record).items():
+                self.writer.add_scalar(name, value, record["epoch"])
+            self.writer.flush()
+
+    def images(self, name: str, image: Image, step: int) -> None:
+        """Write a picture."""
+        if self.writer is not None:
+            self.writer.add_image(name, image, step, dataformats="HWC")
+            self.writer.flush()
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Write hyperparameters with results, and close the file."""
+        if self.writer is None:
+            return
+        if summary is not None:
+            found = results(summary)
+            self._hyperparameters(found)
+            for name, value in found.items():
+                self.writer.add_scalar(name, value, int(summary.get("epochs", 0)))
+        self.writer.close()
+
+    def _hyperparameters(self, found: Mapping[str, float]) -> None:
+        # add_hparams would open a second run in a folder of its own; these are its records, in this run's file
+        from tensorboardX.summary import hparams
+
+        settings = {name: value for name, value in self.config.items() if not name.endswith(("type", "format"))}
+        assert self.writer is not None
+        for summary in hparams(settings, dict(found)):
+            self.writer.file_writer.add_summary(summary)
+
+
+class WeightsAndBiases(Logger):
+    """A run in the project "dale" of Weights & Biases, whose own settings (WANDB_PROJECT, WANDB_MODE) are honoured."""
+
+    def __init__(self, folder: Path, after: int | None = None) -> None:
+        del after
+        self.library = _optional("wandb", "wandb")
+        self.folder = folder
+        self.run: Any = None
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Open the run; a resumed one continues under its old name."""
+        place = str(self.folder.resolve())
+        identity = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
+        settings = {"dir": place, "name": self.folder.name, "id": identity, "resume": "allow", "config": dict(config)}
+        if "WANDB_PROJECT" not in os.environ:
+            settings["project"] = "dale"
+        self.run = self.library.init(**settings)
+
+    def epoch(self, record: Mapping[str, Any]) -> None:
+        """Send an epoch's numbers."""
+        self.run.log(scalars(record), step=record["epoch"])
+
+    def images(self, name: str, image: Image, step: int) -> None:
+        """Send a picture."""
+        self.run.log({name: self.library.Image(image)}, step=step)
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Send the results and close."""
+        if self.run is not None:
+            if summary is not None:
+                self.run.summary.update(results(summary))
+            self.run.finish(exit_code=0 if summary is not None else 1)
+
+
+class MLflow(Logger):
+    """A run in MLflow's experiment "dale", on the server that MLFLOW_TRACKING_URI names."""
+
+    def __init__(self, folder: Path, after: int | None = None) -> None:
+        del after
+        self.library = _optional("mlflow", "mlflow")
+        self.folder = folder
+        self.open = False
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Open the run and send its settings."""
+        self.library.set_experiment("dale")
+        self.library.start_run(run_name=self.folder.name)
+        self.open = True
+        self.library.log_params({name: str(value)[:500] for name, value in flat(config).items()})
+
+    def epoch(self, record: Mapping[str, Any]) -> None:
+        """Send an epoch's numbers."""
+        self.library.log_metrics(scalars(record), step=record["epoch"])
+
+    def images(self, name: str, image: Image, step: int) -> None:
+        """Send a picture."""
+        self.library.log_image(image, f"{name.replace('/', '-')}-{step:05d}.png")
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Send the results and close."""
+        if self.open:
+            if summary is not None:
+                self.library.log_metrics(results(summary))
+            self.library.end_run("FINISHED" if summary is not None else "KILLED")
+
+
+class Several(Logger):
+    """Tells several loggers the same."""
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self.loggers = tuple(loggers)
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Tell all."""
+        for logger in self.loggers:
+            logger.start(config)
+
+    def epoch(self, record: Mapping[str, Any]) -> None:
+        """Tell all."""
+        for logger in self.loggers:
+            logger.epoch(record)
+
+    def images(self, name: str, image: Image, step: int) -> None:
+        """Tell all."""
+        for logger in self.loggers:
+            logger.images(name, image, step)
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Tell all."""
+        for logger in self.loggers:
+            logger.finish(summary)
+
+
+LOGGERS: dict[str, type[TensorBoard] | type[WeightsAndBiases] | type[MLflow]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+
+
+def make_logger(names: Sequence[str], folder: Path, after: int | None = None) -> Logger:
+    """Return the loggers of the given names as one; no name, no logger."""
+    for name in names:
+        if name not in LOGGERS:
+            raise unknown("logger", name, LOGGERS)
+    return Several([LOGGERS[name](folder, after) for name in dict.fromkeys(names)])
+
+
+def _optional(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DaleError(f"the logger {module} needs the package {package}: pip install {package}") from error
+
+
+def log_gallery(artefacts: Path, logger: Logger, step: int) -> None:
+    """Show the pictures of `artefacts.json`: per radius one sheet, clean images over perturbations over their sums."""
+    from PIL import Image as Pillow
+
+    def picture(text: str, side: int) -> Image:
+        with Pillow.open(io.BytesIO(base64.b64decode(text))) as opened:
+            shown = opened.convert("RGB").resize((side, side), Pillow.Resampling.NEAREST)
+        return np.pad(np.asarray(shown, dtype=np.uint8), ((1, 1), (1, 1), (0, 0)), constant_values=128)
+
+    gallery = read_json(artefacts)["gallery"]
+    for level, radius in enumerate(gallery["radii"]):
+        columns = []
+        for example in gallery["examples"]:
+            shown = example["levels"][level]
+            three = (example["clean"], shown["delta"], shown["perturbed"])
+            columns.append(np.vstack([picture(text, 64) for text in three]))
+        logger.images(f"gallery/{gallery['unit'].replace(' ', '_')}={radius:.4g}", np.hstack(columns), step)
