@@ -32,6 +32,7 @@ ROOMS = (
     ("training",),
     ("experiments",),
     ("reports",),
+    ("export",),
     ("cli",),
     ("__main__", "__init__"),
 )
