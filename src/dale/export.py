@@ -36,7 +36,7 @@ TOLERANCE = 1e-4  # float32 sums in another order; the same weights differ far l
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the model and its card (the configuration beside them), and the largest difference of logits that the check saw."""
+    """What was written: the model and its card, with the largest difference of logits that the check saw."""
 
     path: Path
     card: Path
