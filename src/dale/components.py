@@ -206,6 +206,9 @@ def _from_component(plain: Any, expected: type[Component], where: str, trust: bo
         if not isinstance(name, str):
             raise UsageError(f"{where}.type: expected a name, got {name!r}")
         cls = find(expected, name, trust=trust)
+        wrap = getattr(expected, "from_function", None)
+        if wrap is not None and callable(cls) and not isinstance(cls, type) and not values:
+            return wrap(name)  # a plain function of the user's
     if not (isinstance(cls, type) and issubclass(cls, Component) and dataclasses.is_dataclass(cls)):
         raise UsageError(f"{where}: {cls!r} is not a component class (a frozen dataclass derived from Component)")
     if not issubclass(cls, expected):

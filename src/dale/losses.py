@@ -42,6 +42,11 @@ class Loss(Component, ABC):
         floored = value.detach().clamp_min(LOG_FLOOR)
         return floored.log() + (value - value.detach()) / floored
 
+    @staticmethod
+    def from_function(path: str) -> Loss:
+        """Return the loss that a plain function, named by its import path, computes."""
+        return FunctionLoss(path=path)
+
     def __call__(self, logits: Tensor, clean: Tensor | None, labels: Tensor, *, log: bool = False) -> Tensor:
         """Return one value per example, (B,); with `log`, its logarithm."""
         if clean is None:
