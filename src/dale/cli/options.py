@@ -67,6 +67,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     train = parser.add_argument_group("training")
     train.add_argument("--epochs", metavar="N", type=int, help="passes over the training data")
     train.add_argument("--batch-size", metavar="N", type=int, help="examples per step")
+    train.add_argument("--accumulate", metavar="N", type=int, help="work through a batch in N parts, to save memory")
+    train.add_argument(
+        "--sync-batchnorm", action="store_true", default=None, help="under torchrun: BatchNorm over all processes"
+    )
     train.add_argument("--optimiser", metavar="NAME", help="sgd, adamw, adadelta, or {type: SGD, momentum: 0.9, ...}")
     train.add_argument("--lr", metavar="RATE", help="peak learning rate")
     train.add_argument("--weight-decay", metavar="W", help="weight decay")
@@ -238,6 +242,6 @@ def _with_training(config: RunConfig, args: argparse.Namespace) -> RunConfig:
         changes["averaging"] = Averaging(decay=decay) if decay else None
     validation = {"every": args.validate_every, "steps": args.validation_steps, "examples": args.validation_examples}
     changes["validation"] = replace(training.validation, **_given(validation))
-    names = ("epochs", "batch_size", "precision", "seed", "deterministic")
+    names = ("epochs", "batch_size", "accumulate", "sync_batchnorm", "precision", "seed", "deterministic")
     changes |= _given({name: getattr(args, name) for name in names})
     return replace(config, training=replace(training, **changes))

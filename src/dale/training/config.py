@@ -80,7 +80,9 @@ class Algorithm(Component):
 class Training(Component):
     """How to train: everything but data, model and objective.
 
-    `deterministic` promises the same bits on a GPU as well; on a CPU they are promised anyway.
+    `deterministic` promises the same bits on a GPU as well; on a CPU they are promised anyway. `accumulate` works
+    through a batch in so many parts where the whole does not fit: the same gradient, and one dual ascent, for models
+    without BatchNorm. `sync_batchnorm`: under torchrun, BatchNorm sees the batch of all processes.
     """
 
     epochs: int = 40
@@ -93,10 +95,16 @@ class Training(Component):
     precision: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
     deterministic: bool = False
+    accumulate: int = 1
+    sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, f"Training: epochs must be at least 1, got {self.epochs!r}")
         require(self.batch_size >= 1, f"Training: batch_size must be at least 1, got {self.batch_size!r}")
+        require(
+            1 <= self.accumulate <= self.batch_size,
+            f"Training: accumulate must lie between 1 and the batch size {self.batch_size}, got {self.accumulate!r}",
+        )
         require_choice(self, ("float32", "bfloat16"), precision=self.precision)
         require(0 <= self.seed < 2**63, f"Training: seed must be a whole number from 0 to 2^63 - 1, got {self.seed!r}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -11,20 +12,23 @@ from torch import Tensor, nn
 
 from dale.components import import_path
 from dale.data import Dataset, Loader
-from dale.environment import find_device, no_denormals
+from dale.environment import no_denormals
 from dale.errors import UsageError, require, unknown
 from dale.files import finite, write_json
 from dale.models import load_weights
 from dale.objectives import Objective
+from dale.training import distributed
 from dale.training.averaging import AveragedModel
 from dale.training.config import DataConfig, ModelConfig, RunConfig, Training
 from dale.training.diagnosis import stuck
 from dale.training.fast import CapturedStep, Fast, make_step
 from dale.training.loop import Trainer
+from dale.training.parallel import DistributedStep, leaves_parameters_unused, synchronised
 from dale.training.progress import Progress, TensorBoard
 from dale.training.recipes import default_config
 from dale.training.runs import Run, RunFolder, save_model
 from dale.training.state import TrainState
+from dale.training.steps import PlainStep
 
 
 def fit(
@@ -55,26 +59,34 @@ def fit(
     _check(model, objective, data)
     objective.initial_duals(data.num_classes, data.num_groups)  # both refuse what does not fit, before a folder is made
     settings.optimiser.build(model)
-    place = find_device(device)
-    folder = RunFolder(out if out is not None else free_folder(data.name, objective.name))
-    if resume:
-        folder.require_same(config)
-    else:
-        folder.create(config)
-    with folder.locked(), torch.random.fork_rng(), _determinism(settings.deterministic), no_denormals():
-        folder.write_environment(objective)
+    with distributed.connected(device) as place, ExitStack() as stack:
+        folder = RunFolder(distributed.told(str(out if out is not None else free_folder(data.name, objective.name))))
+        resume = distributed.told("resume" if resume else "") != ""
+
+        def enter() -> None:
+            if resume:
+                folder.require_same(config)
+            else:
+                folder.create(config)
+            stack.enter_context(folder.locked())
+            folder.write_environment(objective)
+
+        distributed.first(enter)
         model.to(place)
+        for context in (torch.random.fork_rng(), _determinism(settings.deterministic), no_denormals()):
+            stack.enter_context(context)
+        stack.enter_context(synchronised(model, settings.sync_batchnorm))
         loader = Loader(
             data.train,
             settings.batch_size,
             seed=settings.seed,
             augmentation=settings.augmentation,
             device=place,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
         )
         filled = objective.for_run(settings.epochs * len(loader), settings.epochs)
-        # on a CPU, where the plain path's bits are promised, the fast one is taken only when asked for
-        chosen: Fast = "off" if fast == "auto" and place.type == "cpu" else fast
-        step, line = make_step(model, filled, settings.dtype, place, chosen)
+        step, line = _step(model, filled, settings, loader, fast)
         average = None if settings.averaging is None else AveragedModel(model, settings.averaging)
         state = TrainState(
             model,
@@ -82,13 +94,15 @@ def fit(
             filled.initial_duals(data.num_classes, data.num_groups, place),
             average,
         )
-        notes = folder.restore(state) if resume else []
-        folder.write_metrics(state.history)
+        notes = distributed.first(lambda: folder.restore(state)) if resume else None
+        if resume:
+            distributed.same_state(state)
+        distributed.first(lambda: folder.write_metrics(state.history))
         total, done = settings.epochs * len(loader), state.epoch * len(loader) + state.batch
-        board = TensorBoard(folder.path, state.epoch + 1)
+        board = TensorBoard(folder.path if distributed.is_main() else None, state.epoch + 1)
         try:
-            with Progress(total, done, progress) as bar:
-                for note in (*(f"warning: {note}" for note in notes), line):
+            with Progress(total, done, progress and distributed.is_main()) as bar:
+                for note in (*(f"warning: {note}" for note in notes or ()), line):
                     bar.say(note)
                 Trainer(config, filled, data, state, folder, loader, step, place, bar, board).run()
         finally:
@@ -97,16 +111,42 @@ def fit(
     return Run(folder, model, config, objective, summary)
 
 
+def _step(
+    model: nn.Module, objective: Objective, settings: Training, loader: Loader, fast: Fast
+) -> tuple[PlainStep, str]:
+    """The step of this run, and a line about it."""
+    place, batch_size = loader.device, loader.batch_size
+    step: PlainStep
+    if distributed.active():
+        unused = leaves_parameters_unused(model, next(iter(loader.split.first(1).batches(1))).to(place).images)
+        step = DistributedStep(objective, settings.dtype, place, model, batch_size, unused=unused)
+        size = distributed.world_size()
+        line = f"{size} process{'es' if size > 1 else ''}, {batch_size} examples a step together" + (
+            "; the plain path, for the captured step is one process's" if place.type == "cuda" else ""
+        )
+    else:
+        # on a CPU, where the plain path's bits are promised, the fast one is taken only when asked for
+        chosen: Fast = "off" if fast == "auto" and place.type == "cpu" else fast
+        step, line = make_step(model, objective, settings.dtype, place, chosen)
+    step.accumulate = settings.accumulate
+    return step, line
+
+
 def _finish(
     model: nn.Module, objective: Objective, data: Dataset, state: TrainState, folder: RunFolder, config: RunConfig
 ) -> dict[str, Any]:
     """Keep the last weights and the selected ones, and say what was selected and whether the limits are met."""
-    save_model(state.shipped, folder.path / "last.safetensors", config, data)
     best = state.selection.best
     assert best is not None  # the last epoch is always validated
-    load_weights(model, folder.candidate(best.epoch))
+
+    def keep() -> None:
+        save_model(state.shipped, folder.path / "last.safetensors", config, data)
+        load_weights(model, folder.candidate(best.epoch))
+        save_model(model, folder.path / "model.safetensors", config, data)
+
+    distributed.first(keep)
+    distributed.same_weights(model)
     model.eval()
-    save_model(model, folder.path / "model.safetensors", config, data)
     last = state.history[-1]
     summary = {
         "selected_epoch": best.epoch,
@@ -119,7 +159,7 @@ def _finish(
         "warnings": stuck(state.history, config.training.epochs),
         "seconds": sum(r["seconds"]["total"] for r in state.history),
     }
-    write_json(folder.path / "summary.json", finite(summary))
+    distributed.first(lambda: write_json(folder.path / "summary.json", finite(summary)))
     return summary
 
 

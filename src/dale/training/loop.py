@@ -25,10 +25,12 @@ from dale.data import Dataset, Loader
 from dale.errors import DaleError, NumericsError
 from dale.files import finite
 from dale.objectives import Objective
+from dale.training import distributed
 from dale.training.averaging import has_batchnorm, reestimate_batchnorm
 from dale.training.config import RunConfig
 from dale.training.diagnosis import stuck
 from dale.training.optimisers import set_learning_rate
+from dale.training.parallel import share_buffers
 from dale.training.progress import Progress, TensorBoard
 from dale.training.runs import RunFolder, save_model
 from dale.training.state import TrainState
@@ -54,7 +56,7 @@ def _listening() -> Iterator[Callable[[], int]]:
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal received
-        if received:  # a second Ctrl-C does not wait
+        if received and not distributed.launched():  # a second Ctrl-C does not wait; torchrun always sends two
             raise KeyboardInterrupt
         received = number
 
@@ -99,9 +101,12 @@ class Trainer:
                 record = self._end_epoch()
                 record["seconds"] = {"train": trained, "total": time.perf_counter() - started}
                 self._log(record)
-                self.folder.save_checkpoint(self.state, len(self.loader))
-                if received():
-                    self._stop(received())
+                self._save()
+                if number := distributed.agreed(received()):
+                    self._stop(number)
+
+    def _save(self) -> None:
+        distributed.first(lambda: self.folder.save_checkpoint(self.state, len(self.loader)))
 
     def _epoch(self, received: Callable[[], int]) -> None:
         state, batches = self.state, len(self.loader)
@@ -111,17 +116,20 @@ class Trainer:
             factor = self.training.schedule.factor(done / batches, self.training.epochs)
             set_learning_rate(state.optimiser, self.training.optimiser.learning_rate * factor)
             key = self.key.fold("step").fold(done)
-            seed = key.fold("dropout").word
-            torch.manual_seed(int(seed) & 0x7FFFFFFFFFFFFFFF)
+            dropout = key.fold("dropout")
+            if rank := distributed.rank():  # masks of the same shape on all processes must differ
+                dropout = dropout.fold(rank)
+            torch.manual_seed(int(dropout.word) & 0x7FFFFFFFFFFFFFFF)
             self.step(state, batch, key)
             state.batch += 1
             self.progress.step()
             if self.device.type == "cpu" or state.batch % CHECK_EVERY == 0:
                 self._check_finite()
-            if received() and state.batch < batches:
+            number = distributed.agreed(received())
+            if number and state.batch < batches:
                 self._check_finite(weights=True)
-                self.folder.save_checkpoint(state, batches)
-                self._stop(received())
+                self._save()
+                self._stop(number)
         self._check_finite(weights=True)
 
     def _stop(self, number: int) -> None:
@@ -191,6 +199,7 @@ class Trainer:
 
             runs.append(forward)
         reestimate_batchnorm(state.average.module, runs)
+        share_buffers(state.average.module)
 
     def _validate(self) -> Validated:
         return validate(
@@ -205,8 +214,8 @@ class Trainer:
         )
 
     def _select(self, seen: Validated) -> None:
-        epoch = self.state.epoch
-        save_model(self.state.shipped, self.folder.candidate(epoch), self.config, self.data)
+        epoch, shipped = self.state.epoch, self.state.shipped
+        distributed.first(lambda: save_model(shipped, self.folder.candidate(epoch), self.config, self.data))
         self.state.selection.add(seen.candidate(epoch, self.objective))
 
     def _record(self) -> dict[str, Any]:
@@ -247,7 +256,7 @@ class Trainer:
 
     def _log(self, record: dict[str, Any]) -> None:
         self.state.history.append(record)
-        self.folder.append_metrics(record)
+        distributed.first(lambda: self.folder.append_metrics(record))
         self.board.epoch(record)
         self.progress.epoch(record)
         lines = stuck(self.state.history, self.training.epochs)

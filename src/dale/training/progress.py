@@ -90,9 +90,15 @@ class Progress:
 
 
 class TensorBoard:
-    """Scalars of every epoch in TensorBoard's format; `after` drops what a resumed run will write again."""
+    """Scalars of every epoch in TensorBoard's format; `after` drops what a resumed run will write again.
 
-    def __init__(self, folder: Path, after: int) -> None:
+    Without a folder, as in all processes of a run but the first, nothing is written.
+    """
+
+    def __init__(self, folder: Path | None, after: int) -> None:
+        if folder is None:
+            self.writer = None
+            return
         try:
             from tensorboardX import SummaryWriter
         except ImportError:  # an optional convenience on machines where nothing can be installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dale.batch import Batch
+from dale.constraints import Violation
 from dale.objectives import Objective, Step
 from dale.random import Key
 from dale.training.state import TrainState
@@ -21,6 +23,7 @@ class PlainStep:
         self.objective = objective
         self.dtype = dtype
         self.device = device
+        self.accumulate = 1  # parts that a batch is differentiated in, one after the other, to save memory
 
     def precision(self) -> AbstractContextManager[object]:
         """The context in which the model runs: bfloat16 where asked, float32 otherwise."""
@@ -36,19 +39,57 @@ class PlainStep:
         """The model as the Lagrangian calls it."""
         return model
 
+    def lagrangian(self, state: TrainState, batch: Batch, delta: Tensor | None) -> Step:
+        """Evaluate the Lagrangian on a batch, or a part of one."""
+        return self.objective.lagrangian(self.model_of(state.model), batch, delta, state.duals)
+
+    def descend(self, state: TrainState, batch: Batch, key: Key, weight: float, last: bool) -> Step:
+        """Add the gradients of a part of a batch, whose mean counts as `weight`; `last`: no other part follows."""
+        with self.precision():
+            delta = self.perturb(state.model, batch, key)
+            step = self.lagrangian(state, batch, delta)
+        (step.loss if weight == 1.0 else step.loss * weight).backward()  # type: ignore[no-untyped-call]
+        return step
+
+    def collect(self, state: TrainState, step: Step) -> Step:
+        """What all processes saw, given what this one did: the same, where it is alone."""
+        return step
+
     def __call__(self, state: TrainState, batch: Batch, key: Key) -> None:
         """Advance the state by one batch; `key` is the step's own."""
-        model = state.model
-        with self.precision():
-            delta = self.perturb(model, batch, key)
-            step = self.objective.lagrangian(self.model_of(model), batch, delta, state.duals)
         state.optimiser.zero_grad(set_to_none=True)
-        step.loss.backward()  # type: ignore[no-untyped-call]
+        parts = min(self.accumulate, len(batch))
+        bounds = [number * len(batch) // parts for number in range(parts + 1)]
+        seen = []
+        for start, end in itertools.pairwise(bounds):
+            part = batch if parts == 1 else batch[start:end]
+            seen.append(self.descend(state, part, key, (end - start) / len(batch), last=end == len(batch)))
+        step = self.collect(state, merged(seen))
         state.optimiser.step()
         state.duals = self.objective.ascend(state.duals, step)
         if state.average is not None:
-            state.average.update(model)
+            state.average.update(state.model)
         add_totals(state.totals, step)
+
+
+def merged(steps: list[Step]) -> Step:
+    """One step of the parts of a batch: means weighted by size, sums added."""
+    if len(steps) == 1:
+        return steps[0]
+    size = sum(step.size for step in steps)
+
+    def mean(name: str) -> Tensor:
+        return torch.stack([getattr(step, name).detach() * (step.size / size) for step in steps]).sum(dim=0)
+
+    def count(name: str) -> Tensor:
+        return torch.stack([getattr(step, name) for step in steps]).sum(dim=0)
+
+    violations = tuple(
+        Violation(*(torch.stack(sums).sum(dim=0) for sums in zip(*(vars(v).values() for v in parts), strict=True)))
+        for parts in zip(*(step.violations for step in steps), strict=True)
+    )
+    means = (mean("loss"), mean("robust"), mean("nominal"))
+    return Step(*means, count("clean_correct"), count("robust_correct"), violations, size)
 
 
 def add_totals(totals: dict[str, Tensor], step: Step) -> None:

@@ -25,6 +25,7 @@ from dale.modes import evaluating
 from dale.objectives import Duals, Objective
 from dale.random import Key
 from dale.samplers import Chain, pgd
+from dale.training import distributed
 from dale.training.selection import Candidate
 
 
@@ -100,14 +101,17 @@ def _batches(split: Split, batch_size: int, device: torch.device) -> Iterator[Ba
 
 @torch.no_grad()
 def predict(model: nn.Module, split: Split, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, labels and groups (labels where there are none) of a whole split, in eval mode, on the CPU."""
-    logits, labels, groups = [], [], []
+    """Logits, labels and groups (labels where there are none) of a whole split, in eval mode, on the CPU.
+
+    Several processes take a part of the split each, and all get the whole.
+    """
+    part = distributed.share(split)
+    logits = []
     with evaluating(model):
-        for batch in _batches(split, batch_size, device):
+        for batch in _batches(part, batch_size, device):
             logits.append(model(batch.images).float().cpu())
-            labels.append(batch.labels.cpu())
-            groups.append((batch.labels if batch.groups is None else batch.groups).cpu())
-    return torch.cat(logits), torch.cat(labels), torch.cat(groups)
+    whole = distributed.gathered(torch.cat(logits) if logits else torch.zeros(0, 0))
+    return whole, split.labels.cpu(), (split.labels if split.groups is None else split.groups).cpu()
 
 
 def measure(constraint: Constraint, count: int, logits: Tensor, labels: Tensor, groups: Tensor) -> Measure:
@@ -127,13 +131,13 @@ def robust_accuracy(
     assert objective.perturbations is not None
     correct = torch.zeros((), device=device)
     with evaluating(model):
-        for batch in _batches(split, batch_size, device):
+        for batch in _batches(distributed.share(split), batch_size, device):
             delta = attack(model, batch, objective.perturbations, CrossEntropy(), key=key)[0]
             with torch.no_grad():
                 perturbed = model(objective.perturbations.apply(batch.images, delta))
                 right = (perturbed.argmax(dim=1) == batch.labels) & (model(batch.images).argmax(dim=1) == batch.labels)
                 correct += right.sum()
-    return float(correct) / len(split)
+    return float(distributed.total(correct)[0]) / len(split)
 
 
 def validate(
