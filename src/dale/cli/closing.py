@@ -15,13 +15,16 @@ LIMIT = 400  # test images evaluated on a CPU by default, at least; a tenth of t
 def close_run(
     run: Run, data: Dataset, *, attacks: Sequence[str] | None, examples: int | None, progress: bool
 ) -> dict[str, Any]:
-    """Evaluate and certify a run; returns the content of evaluation.json."""
+    """Evaluate and certify a run; returns the content of evaluation.json (nothing in processes that do not write)."""
     import torch
 
     from dale.evaluation import evaluate
+    from dale.evaluation.team import Team, shared_by
     from dale.files import read_json, write_json
+    from dale.training import distributed
     from dale.training.certification import certify_run
 
+    team = Team(distributed.rank(), distributed.world_size(), distributed.added)
     objective = run.objective
     assert objective.perturbations is not None
     on_gpu = next(run.model.parameters()).device.type == "cuda" and torch.cuda.is_available()
@@ -29,18 +32,23 @@ def close_run(
         examples = max(LIMIT, len(data.train) // 10)
     names = list(attacks) if attacks else ["fgsm", "pgd20x10" if len(data.test) <= LIMIT else "pgd20"]
     rho = next((c.limit for c in objective.constraints if not c.on_accuracy and isinstance(c.limit, float)), None)
-    evaluate(
-        run.model,
-        data,
-        objective.perturbations,
-        names,
-        examples=None if examples is None else min(examples, len(data.test)),
-        rho=rho,
-        out=run.path,
-        progress=progress,
-    )
-    plain: dict[str, Any] = read_json(run.path / "evaluation.json")
+    if team.size > 1 and distributed.is_main():  # what one process left behind the others would not know of
+        (run.path / "evaluation.partial.safetensors").unlink(missing_ok=True)
+    with shared_by(team):
+        evaluate(
+            run.model,
+            data,
+            objective.perturbations,
+            names,
+            examples=None if examples is None else min(examples, len(data.test)),
+            rho=rho,
+            out=run.path if distributed.is_main() else None,
+            progress=progress and distributed.is_main(),
+        )
     certificate = certify_run(run, data)
+    if not distributed.is_main():
+        return {}
+    plain: dict[str, Any] = read_json(run.path / "evaluation.json")
     if certificate is not None:
         plain["certificate"] = certificate.to_plain()
         write_json(run.path / "evaluation.json", plain)

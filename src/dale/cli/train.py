@@ -35,8 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from dale.environment import no_denormals
+    from dale.training.distributed import connected
 
-    with no_denormals():  # before data and model wake torch's threads
+    with no_denormals(), connected(args.device):  # before data and model wake torch's threads
         return _run(args)
 
 
@@ -53,7 +54,10 @@ def _run(args: argparse.Namespace) -> int:
         folder = done[0][0].path / "compare" / name
         done.append(_train(args, with_algorithm(config, name), str(folder)))
     from dale.cli.closing import closing_table
+    from dale.training.distributed import is_main
 
+    if not is_main():
+        return 0
     print(closing_table(done))
     print(f"\nRun folder: {done[0][0].path}")
     return 0
@@ -63,11 +67,14 @@ def _check_early(args: argparse.Namespace) -> None:
     """Refuse now what would otherwise fail after an hour of training."""
     from dale.algorithms import find_row
     from dale.attacks import parse
+    from dale.training.distributed import may_restart
 
     for name in args.attacks or ():
         parse(name)
     for name in args.compare:
         find_row(name)
+    if may_restart() and args.out is None and args.resume is None:
+        raise UsageError("under torchrun --max-restarts give the run a folder with --out: a restart continues it there")
     if args.examples is not None and args.examples < 1:
         raise UsageError(f"--examples: expected at least 1, got {args.examples}")
 
@@ -94,10 +101,12 @@ def _train(args: argparse.Namespace, config: RunConfig, out: str | None) -> tupl
 
     from dale.models import create_model
     from dale.training import RunFolder, fit
+    from dale.training.distributed import is_main, restarted
 
     objective = config.build_objective()
     data = config.data.load(args.data_dir)
-    resume = args.resume is not None and out is not None and (Path(out) / "config.yaml").exists()
+    continued = args.resume is not None or restarted()
+    resume = continued and out is not None and (Path(out) / "config.yaml").exists()
     # a run with a checkpoint does not need the weights it once started from: their file may be gone
     started = resume and out is not None and RunFolder(out).newest is not None
     model = create_model(
@@ -107,7 +116,7 @@ def _train(args: argparse.Namespace, config: RunConfig, out: str | None) -> tupl
         seed=config.training.seed,
         init=None if started else config.model.init,
     )
-    if not args.quiet:
+    if not args.quiet and is_main():
         print(f"{objective.name} on {data!r}", file=sys.stderr)
     run = fit(
         model,
@@ -119,7 +128,7 @@ def _train(args: argparse.Namespace, config: RunConfig, out: str | None) -> tupl
         resume=resume,
         progress=not args.quiet,
     )
-    for line in run.summary["warnings"] if args.quiet else ():  # otherwise said while training
+    for line in run.summary["warnings"] if args.quiet and is_main() else ():  # otherwise said while training
         print(f"warning: {line}", file=sys.stderr)
     if args.no_evaluate or objective.perturbations is None:
         return run, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from dale.batch import Batch
 from dale.data import Split
 from dale.evaluation.judge import Judge, matmul_precision, quiet_randomness
 from dale.evaluation.resume import Progress
+from dale.evaluation.team import current_team
 from dale.perturbations import PerturbationSet
 from dale.random import Key
 
@@ -61,22 +62,29 @@ class Session:
         """Run the rounds of an attack that are left, each over all standing examples before the next begins.
 
         What the search takes for fallen is confirmed by the judge before it counts; the rest stands, and is searched
-        again in the next round.
+        again in the next round. A team of processes shares the chunks of a round.
         """
+        team = current_team()
         num_classes = self.clean_logits.shape[1]
         key = self.key.fold(attack.stream)
         while progress.round < attack.rounds(num_classes):
             places = progress.began.nonzero().squeeze(1)
             if len(places) == 0:
                 break
+            before = replace(progress, standing=progress.standing.clone())
             for first in range(progress.done, len(places), self.batch_size):
                 part = places[first : first + self.batch_size]
                 began = time.perf_counter()
-                self._chunk(attack, perturbations, progress, part, key)
+                if team.takes(first // self.batch_size):
+                    self._chunk(attack, perturbations, progress, part, key)
                 progress.done = first + len(part)
                 progress.seconds += time.perf_counter() - began
-                if report is not None:
+                if report is not None and team.size == 1:
                     report(progress, len(part), attack.round_name(progress.round, num_classes))
+            if team.size > 1:
+                team.merge(progress, before)
+                if report is not None:
+                    report(progress, len(places), attack.round_name(progress.round, num_classes))
             progress.next_round()
         return progress
 

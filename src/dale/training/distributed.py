@@ -127,6 +127,14 @@ def total(*tensors: Tensor) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
+def added(tensor: Tensor) -> Tensor:
+    """The sum of a tensor over all processes, in its own type: counts stay exact."""
+    if world_size() > 1:
+        tensor = tensor.clone()
+        dist.all_reduce(tensor)
+    return tensor
+
+
 def agreed(number: int) -> int:
     """The largest of the processes' numbers: a signal that reached one of them stops all at the same step."""
     if world_size() == 1:

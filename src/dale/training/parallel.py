@@ -12,6 +12,7 @@ statistics) travels in one small message a step, so that the state, multipliers 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,13 @@ from dale.random import Key
 from dale.training import distributed
 from dale.training.state import TrainState
 from dale.training.steps import PlainStep
+
+
+# buffers travel with the violations, after the step and not before the next; torch 2.13 has a new name for the option
+_NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
+_KEEP_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers": False
+}
 
 
 class Lagrangian(nn.Module):
@@ -69,7 +77,7 @@ class DistributedStep(PlainStep):
         self.wrapped = DistributedDataParallel(
             Lagrangian(objective, model),
             device_ids=[device.index] if device.type == "cuda" else None,
-            broadcast_buffers=False,  # they travel with the violations, after the step and not before the next
+            **_KEEP_BUFFERS,
             find_unused_parameters=unused,
         )
 
