@@ -31,7 +31,6 @@ from dale.training import distributed
 from dale.training.state import TrainState
 from dale.training.steps import PlainStep
 
-
 # buffers travel with the violations, after the step and not before the next; torch 2.13 has a new name for the option
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _KEEP_BUFFERS: dict[str, Any] = {
