@@ -94,9 +94,11 @@ class FAB(Attack):
         return min(self.targets, num_classes - 1)
 
     def budget(self, num_classes: int) -> Budget:
-        """The start's gradient, one for each step, and another where a point is pulled back."""
+        """The start's gradient, then a gradient for each step and a gradient or a query where it is pulled back."""
         rounds = self.rounds(num_classes)
-        return Budget(steps=self.steps, restarts=rounds, gradients=rounds * (2 * self.steps + 1))
+        return Budget(
+            steps=self.steps, restarts=rounds, gradients=rounds * (2 * self.steps + 1), queries=rounds * self.steps
+        )
 
     def hunt(
         self,
@@ -113,10 +115,11 @@ class FAB(Attack):
 
     def search(self, hunt: Hunt, number: int, key: Key) -> None:
         """Run one target."""
-        state = {"delta": hunt.zeros()}
-        state["value"], state["gradient"] = hunt.value_and_gradient(state["delta"])
+        start = hunt.zeros()
+        value, gradient = hunt.value_and_gradient(start)
+        state = {"delta": start, "value": value, "gradient": gradient, "across": hunt.seen > 0}
         for _ in range(self.steps):
-            state = self._look(hunt, self._step(hunt, state))
+            state = self._look(hunt, self._step(hunt, state), state["across"])
             hunt, state = hunt.shed(state)
             if len(hunt.batch) == 0:
                 return
@@ -134,16 +137,35 @@ class FAB(Attack):
         point = ((1.0 - a) * (point + _OVERSHOOT * d1) + a * (x + _OVERSHOOT * d2)).clamp(0.0, 1.0)
         return (point - x).view_as(state["delta"])
 
-    def _look(self, hunt: Hunt, delta: Tensor) -> State:
-        """Evaluate the new points; those across the boundary and outside the ball are pulled back and evaluated."""
+    def _look(self, hunt: Hunt, delta: Tensor, across: Tensor) -> State:
+        """Evaluate the new points, and pull back those across the boundary and outside the ball.
+
+        A point that follows one across is likely across as well: it is asked for first, without a gradient. So the
+        gradient is taken twice only where the guess was wrong.
+        """
+        likely = across.nonzero().squeeze(1)
+        pulled = torch.zeros_like(across)
+        if len(likely) > 0:
+            part = hunt.split(likely)
+            part.query(delta[likely])
+            hunt.absorb(likely, part)
+            back = likely[self._beyond(part, delta[likely])]
+            delta = delta.index_copy(0, back, _BACK * delta[back])
+            pulled = pulled.index_fill(0, back, True)
+        value, gradient = hunt.value_and_gradient(delta)
+        late = (self._beyond(hunt, delta) & ~pulled).nonzero().squeeze(1)
+        if len(late) > 0:
+            part, nearer = hunt.split(late), _BACK * delta[late]
+            again, slope = part.value_and_gradient(nearer)
+            hunt.absorb(late, part)
+            delta = delta.index_copy(0, late, nearer)
+            value, gradient = value.index_copy(0, late, again), gradient.index_copy(0, late, slope)
+            pulled = pulled.index_fill(0, late, True)
+        return {"delta": delta, "value": value, "gradient": gradient, "across": pulled}
+
+    @staticmethod
+    def _beyond(hunt: Hunt, delta: Tensor) -> Tensor:
+        """Tell which of the points just evaluated lie across the boundary and outside the ball."""
         ball = hunt.perturbations
         assert isinstance(ball, (Linf, L2, L1))
-        value, gradient = hunt.value_and_gradient(delta)
-        back = ((hunt.seen > 0) & (ball.norm(delta) > ball.epsilon)).nonzero().squeeze(1)
-        if len(back) > 0:
-            part, nearer = hunt.split(back), _BACK * delta[back]
-            again, slope = part.value_and_gradient(nearer)
-            hunt.absorb(back, part)
-            delta = delta.index_copy(0, back, nearer)
-            value, gradient = value.index_copy(0, back, again), gradient.index_copy(0, back, slope)
-        return {"delta": delta, "value": value, "gradient": gradient}
+        return (hunt.seen > 0) & (ball.norm(delta) > ball.epsilon)

@@ -25,6 +25,7 @@ from dale.errors import require, require_non_negative
 from dale.evaluation.environment import describe
 from dale.evaluation.judge import Expected, Judge, check_finite, float32_model
 from dale.evaluation.results import Accuracy, AttackResult, Evaluation, Loss
+from dale.evaluation.replica import search_replica
 from dale.evaluation.resume import Ledger, Progress, fingerprint
 from dale.evaluation.session import Session
 from dale.modes import evaluating, frozen
@@ -165,6 +166,8 @@ def _session(model: nn.Module, split: Split, size: int, seed: int, strict: bool)
             f"the model is random: predictions and gradients are averaged over {_PASSES} passes (expectation over its "
             "randomness); another seed gives other numbers"
         )
+    else:
+        search = search_replica(model, first, logits)
     images = (split.convert(split.images[i : i + size]) for i in range(0, len(split), size))
     clean = torch.cat([judge.logits(part) for part in images])
     check_finite(clean)
