@@ -199,7 +199,9 @@ def real_runs(tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="session")
 def browser():
     """Headless Chromium, driven by Playwright; skipped where one of them is missing."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="Playwright is not installed: pip install playwright"
+    )
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     found = os.environ.get("DALE_BROWSER") or next((path for name in names if (path := shutil.which(name))), None)
     if found is None:

@@ -116,12 +116,12 @@ def test_images_of_any_shape_become_pictures(channels, side, shown):
 
 
 def test_principal_components_against_the_svd():
-    images = torch.rand(40, 1, 5, 6, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 1, 30).view(
-        1, 5, 6
-    )
+    scales = torch.linspace(0.1, 1, 30).view(1, 5, 6)
+    images = torch.rand(40, 1, 5, 6, generator=torch.Generator().manual_seed(0)) * scales
     split = Split.of(images, torch.arange(40) % 3)
     components, shares = principal_components(split)
-    centred = (images - images.mean(dim=0)).flatten(1).double()
+    doubled = images.double().flatten(1)
+    centred = doubled - doubled.mean(dim=0)
     _, s, v = torch.linalg.svd(centred, full_matrices=False)
     for k in range(2):
         assert abs(float(components[k].double() @ v[k])) == pytest.approx(1.0, abs=1e-6)
@@ -139,6 +139,6 @@ def test_a_row_without_a_set_writes_nothing(tmp_path):
     data = dale.load_dataset("digits", train_size=64)
     objective = dale.algorithms.erm()
     run = dale.fit(dale.create_model("convnet", data), objective, data, out=tmp_path / "run", progress=False, epochs=1)
-    if objective.perturbations is None:
-        assert write_artefacts(run, data, tmp_path) is None
-        assert not (tmp_path / "artefacts.json").exists()
+    assert objective.perturbations is None
+    assert write_artefacts(run, data, tmp_path) is None
+    assert not (tmp_path / "artefacts.json").exists()

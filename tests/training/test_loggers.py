@@ -128,7 +128,7 @@ def test_weights_and_biases_is_told_the_same(tmp_path, monkeypatch):
     run = SimpleNamespace(
         log=lambda values, step: said.append((step, values)),
         summary={},
-        finish=lambda exit_code: said.append(exit_code),
+        finish=lambda exit_code: said.append(("closed", exit_code)),
     )
     library = SimpleNamespace(init=lambda **settings: said.append(settings) or run, Image=lambda image: image.shape)
     monkeypatch.setitem(sys.modules, "wandb", library)
@@ -140,7 +140,7 @@ def test_weights_and_biases_is_told_the_same(tmp_path, monkeypatch):
     logger.finish(SUMMARY)
     assert said[0]["project"] == "dale"
     assert said[0]["config"] == CONFIG
-    assert said[1:] == [(2, scalars(RECORD)), (2, {"picture": (2, 3, 3)}), 0]
+    assert said[1:] == [(2, scalars(RECORD)), (2, {"picture": (2, 3, 3)}), ("closed", 0)]
     assert run.summary == results(SUMMARY)
     again = make_logger(["wandb"], tmp_path)
     again.start(CONFIG)

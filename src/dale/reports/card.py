@@ -31,7 +31,7 @@ def model_card(run: RunFiles, usage: str, files: Sequence[str] = ()) -> str:
         "## Limits",
         _limits(run),
         "## Repeating it",
-        f"    {facts.command(run)}",
+        f"    {_code(facts.command(run))}",
         _versions(run),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -1,0 +1,44 @@
+"""Tables as Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+from dale.reports.runs import read_run
+from dale.reports.tables import comma_separated, latex, markdown, write_tables
+
+
+def test_the_numbers_are_in_each(make_run, tmp_path):
+    runs = [read_run(make_run("a")), read_run(make_run("b", rho=None, feasible=None))]
+    paths = write_tables(runs, tmp_path / "tables")
+    assert [path.name for path in paths] == ["results.md", "results.tex", "results.csv"]
+    assert "| a | dale | nominal loss ≤ 0.1 | proven | 97.0 ± 4.0 | 70.0 ± 5.0 | 60.0 ± 5.0 |" in paths[0].read_text()
+    assert r"97.0 $\pm$ 4.0 & 70.0 $\pm$ 5.0" in paths[1].read_text()
+    rows = list(csv.DictReader(io.StringIO(paths[2].read_text())))
+    assert [float(row["clean"]) for row in rows] == [0.97, 0.97]
+    assert float(rows[0]["pgd20 lower"]) == runs[0].evaluation["worst"]["lower"]
+    assert rows[0]["certified loss"] == "0.095"
+    assert rows[1]["multiplier"] == ""
+
+
+def test_columns_are_the_attacks_of_all_runs(make_run):
+    runs = [read_run(make_run("a")), read_run(make_run("b", evaluation=None))]
+    lines = markdown(runs).splitlines()
+    assert lines[0].count("|") == lines[2].count("|") == lines[3].count("|")
+    assert lines[3].count(" - ") == 4  # clean, two attacks, and no certificate
+
+
+def test_names_stay_text(make_run):
+    run = read_run(make_run(), name=r"50%_of|<b>$x^2$ & \input{x} *[a](b)*")
+    row = markdown([run]).splitlines()[2]
+    assert row.count(" | ") == markdown([run]).splitlines()[0].count(" | ")
+    assert "<b>" not in row
+    assert r"\*\[a\](b)\*" in row
+    tex = latex([run])
+    assert r"50\%\_of|$<$b$>$\$x\textasciicircum{}2\$ \& \textbackslash{}input\{x\}" in tex
+
+
+def test_a_spreadsheet_finds_no_formula(make_run):
+    run = read_run(make_run(), name="=1+1")
+    assert comma_separated([run]).splitlines()[1].startswith("'=1+1,")
