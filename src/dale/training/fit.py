@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -237,6 +238,8 @@ class _determinism:  # noqa: N801 (a context manager, used like a function)
             torch.backends.cudnn.benchmark,
         )
         if self.wanted:
+            # cuBLAS is deterministic only with a workspace of its own per stream, and reads this when it starts
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
 
