@@ -30,7 +30,7 @@ def conv_relu(
     groups: int,
 ) -> Tensor:
     """relu(conv(x, weight) + bias + z) in one kernel where the library has one; dilation 1."""
-    if x.device.type == "cuda" and torch.backends.cudnn.is_available():
+    if x.device.type == "cuda" and torch.backends.cudnn.enabled:
         if z is None:
             fused: Tensor = torch.cudnn_convolution_relu(x, weight, bias, stride, padding, (1, 1), groups)
             return fused

@@ -74,12 +74,13 @@ class Key:
         """Return the key of a sub-stream: `key.fold("start")`, `key.fold(step)`."""
         if isinstance(data, str):
             data = int.from_bytes(hashlib.blake2b(data.encode(), digest_size=8).digest(), "little", signed=True)
-        if isinstance(data, Tensor) or isinstance(self.word, Tensor):
-            # one of them is a tensor; the other stays a number, for a copy to the device would stop a captured graph
-            if isinstance(data, Tensor):
-                return Key(_mix64(_mix64(data.to(torch.int64)) ^ self.word))
-            return Key(_mix64(self.word ^ _mix64(_signed(data))))
-        return Key(_mix64(self.word ^ _mix64(_signed(data))))
+        # a number next to a tensor stays a number: a copy to the device would stop a captured graph
+        if isinstance(data, Tensor):
+            return Key(_mix64(_mix64(data.to(torch.int64)) ^ self.word))
+        mixed = _mix64(_signed(data))
+        if isinstance(self.word, Tensor):
+            return Key(_mix64(self.word ^ mixed))
+        return Key(_mix64(self.word ^ mixed))
 
     def each(self, count: int) -> list[Key]:
         """Return `[self.fold(0), ..., self.fold(count - 1)]`; on a device, by one operation for all."""

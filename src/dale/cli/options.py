@@ -76,6 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--weight-decay", metavar="W", help="weight decay")
     train.add_argument("--schedule", metavar="NAME", help="constant, piecewise, cosine, onecycle, or {type: ..., ...}")
     train.add_argument("--ema", metavar="DECAY", help="decay of the average of the weights; 0 for none")
+    train.add_argument("--awp", metavar="GAMMA", help="adversarial weight perturbation, such as 0.005; 0 for none")
     train.add_argument("--augmentation", metavar="LIST", help="such as [RandomCrop, RandomFlip]; [] for none")
     train.add_argument("--precision", metavar="NAME", help="float32 or bfloat16")
     train.add_argument("--seed", metavar="N", type=int, help="seed of the run")
@@ -219,6 +220,7 @@ def _with_training(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     from dale.data import Augmentation
     from dale.training.averaging import Averaging
     from dale.training.optimisers import Optimiser, Schedule
+    from dale.training.weights import WeightPerturbation
 
     training = config.training
     optimiser = training.optimiser
@@ -240,6 +242,9 @@ def _with_training(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     decay = number(args.ema, "--ema")
     if decay is not None:
         changes["averaging"] = Averaging(decay=decay) if decay else None
+    gamma = number(args.awp, "--awp")
+    if gamma is not None:
+        changes["weight_perturbation"] = WeightPerturbation(gamma=gamma) if gamma else None
     validation = {"every": args.validate_every, "steps": args.validation_steps, "examples": args.validation_examples}
     changes["validation"] = replace(training.validation, **_given(validation))
     names = ("epochs", "batch_size", "accumulate", "sync_batchnorm", "precision", "seed", "deterministic")

@@ -17,6 +17,7 @@ from dale.perturbations import PerturbationSet
 from dale.training.averaging import Averaging
 from dale.training.optimisers import AdamW, OneCycle, Optimiser, Schedule
 from dale.training.validation import Validation
+from dale.training.weights import WeightPerturbation
 
 FORMAT = 1  # of config files; raised when older ones can no longer be read
 PATHS = (("data", "dataset"), ("model", "init"))  # where a text is a path, and never code to import
@@ -90,6 +91,7 @@ class Training(Component):
     optimiser: Optimiser = AdamW()
     schedule: Schedule = OneCycle()
     averaging: Averaging | None = Averaging()
+    weight_perturbation: WeightPerturbation | None = None
     augmentation: tuple[Augmentation, ...] = ()
     validation: Validation = Validation()
     precision: Literal["float32", "bfloat16"] = "float32"

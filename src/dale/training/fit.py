@@ -130,6 +130,7 @@ def _step(
         chosen: Fast = "off" if fast == "auto" and place.type == "cpu" else fast
         step, line = make_step(model, objective, settings.dtype, place, chosen)
     step.accumulate = settings.accumulate
+    step.weight_perturbation = settings.weight_perturbation
     return step, line
 
 

@@ -26,7 +26,6 @@ from dale.batch import Batch
 from dale.constraints import Violation
 from dale.modes import evaluating
 from dale.objectives import Duals, Objective, Step
-from dale.random import Key
 from dale.training import distributed
 from dale.training.state import TrainState
 from dale.training.steps import PlainStep
@@ -85,11 +84,11 @@ class DistributedStep(PlainStep):
         step: Step = self.wrapped(batch.images, batch.labels, batch.index, batch.groups, delta, state.duals)
         return step
 
-    def descend(self, state: TrainState, batch: Batch, key: Key, weight: float, last: bool) -> Step:
+    def descend(self, state: TrainState, batch: Batch, delta: Tensor | None, weight: float, last: bool) -> Step:
         """Gradients of a part of our share, which counts as its size; they are exchanged with the last part."""
         weight = distributed.world_size() * len(batch) / self.batch_size
         with contextlib.nullcontext() if last else self.wrapped.no_sync():
-            return super().descend(state, batch, key, weight, last)
+            return super().descend(state, batch, delta, weight, last)
 
     @torch.no_grad()
     def collect(self, state: TrainState, step: Step) -> Step:

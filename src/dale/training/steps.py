@@ -14,6 +14,7 @@ from dale.constraints import Violation
 from dale.objectives import Objective, Step
 from dale.random import Key
 from dale.training.state import TrainState
+from dale.training.weights import WeightPerturbation
 
 
 class PlainStep:
@@ -23,6 +24,7 @@ class PlainStep:
         self.objective = objective
         self.dtype = dtype
         self.device = device
+        self.weight_perturbation: WeightPerturbation | None = None
         self.accumulate = 1  # parts that a batch is differentiated in, one after the other, to save memory
 
     def precision(self) -> AbstractContextManager[object]:
@@ -43,10 +45,9 @@ class PlainStep:
         """Evaluate the Lagrangian on a batch, or a part of one."""
         return self.objective.lagrangian(self.model_of(state.model), batch, delta, state.duals)
 
-    def descend(self, state: TrainState, batch: Batch, key: Key, weight: float, last: bool) -> Step:
+    def descend(self, state: TrainState, batch: Batch, delta: Tensor | None, weight: float, last: bool) -> Step:
         """Add the gradients of a part of a batch, whose mean counts as `weight`; `last`: no other part follows."""
         with self.precision():
-            delta = self.perturb(state.model, batch, key)
             step = self.lagrangian(state, batch, delta)
         (step.loss if weight == 1.0 else step.loss * weight).backward()  # type: ignore[no-untyped-call]
         return step
@@ -55,15 +56,27 @@ class PlainStep:
         """What all processes saw, given what this one did: the same, where it is alone."""
         return step
 
+    def _gradients(self, state: TrainState, drawn: list[tuple[Batch, Tensor | None]], size: int) -> list[Step]:
+        """Compute the gradients of a whole batch, part by part, at the weights of this moment."""
+        state.optimiser.zero_grad(set_to_none=True)
+        return [
+            self.descend(state, part, delta, len(part) / size, last=number == len(drawn))
+            for number, (part, delta) in enumerate(drawn, 1)
+        ]
+
     def __call__(self, state: TrainState, batch: Batch, key: Key) -> None:
         """Advance the state by one batch; `key` is the step's own."""
-        state.optimiser.zero_grad(set_to_none=True)
         parts = min(self.accumulate, len(batch))
         bounds = [number * len(batch) // parts for number in range(parts + 1)]
-        seen = []
-        for start, end in itertools.pairwise(bounds):
-            part = batch if parts == 1 else batch[start:end]
-            seen.append(self.descend(state, part, key, (end - start) / len(batch), last=end == len(batch)))
+        drawn: list[tuple[Batch, Tensor | None]] = []
+        with self.precision():
+            for start, end in itertools.pairwise(bounds):
+                part = batch if parts == 1 else batch[start:end]
+                drawn.append((part, self.perturb(state.model, part, key)))
+        seen = self._gradients(state, drawn, len(batch))
+        if self.weight_perturbation is not None:
+            with self.weight_perturbation.applied(state.model):
+                self._gradients(state, drawn, len(batch))
         step = self.collect(state, merged(seen))
         state.optimiser.step()
         state.duals = self.objective.ascend(state.duals, step)
