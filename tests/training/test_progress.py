@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,28 @@ def test_tensorboard_leaves_out_what_is_not_a_number(tmp_path: Path) -> None:
         assert name.encode() in content
     for name in ("train/robust_loss", "constraint/loss/violation/1", "validation/robust_accuracy"):
         assert name.encode() not in content
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from dale.errors import DaleError
+from dale.training.progress import TensorBoard
+resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+board = TensorBoard(Path(sys.argv[1]), 1)
+names = ("learning_rate", "loss", "robust_loss", "nominal_loss", "clean_accuracy", "robust_accuracy")
+try:
+    for epoch in range(1, 20):
+        board.epoch({"epoch": epoch, "constraints": [], **dict.fromkeys(names, 0.5)})
+except DaleError as error:
+    print(error)
+board.close()
+"""
+
+
+def test_tensorboard_on_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """In a process of its own, whose files may not grow beyond 600 bytes."""
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == f"cannot write {tmp_path}/events.*: File too large\n"

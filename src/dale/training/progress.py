@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tqdm.auto import tqdm
+
+from dale.errors import DaleError
 
 
 def _interactive() -> bool:
@@ -96,28 +100,40 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path | None, after: int) -> None:
+        self.folder = folder
         if folder is None:
             self.writer = None
             return
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
         except ImportError:  # an optional convenience on machines where nothing can be installed
             self.writer = None
             return
-        self.writer = SummaryWriter(str(folder), purge_step=after)
+        # not SummaryWriter: its thread and its work at exit meet a full disk with tracebacks of their own
+        self.writer = EventsWriter(str(folder / "events"))
+        self.writer.write_event(Event(step=after, session_log=SessionLog(status=SessionLog.START)))
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Write an epoch's numbers."""
         if self.writer is None:
             return
-        for name, value in _scalars(record):
-            self.writer.add_scalar(name, value, record["epoch"])
-        self.writer.flush()
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        try:
+            for name, value in _scalars(record):
+                event = Event(wall_time=time.time(), step=record["epoch"], summary=scalar(name, value))
+                self.writer.write_event(event)
+            self.writer.flush()
+        except OSError as error:
+            raise DaleError(f"cannot write {self.folder}/events.*: {error.strerror or error}") from error
 
     def close(self) -> None:
         """Close the file."""
         if self.writer is not None:
-            self.writer.close()
+            with contextlib.suppress(OSError):  # of a full disk, which the last epoch has reported
+                self.writer.close()
 
 
 def _scalars(record: dict[str, Any]) -> list[tuple[str, float]]:
