@@ -187,7 +187,10 @@ def real_runs(tmp_path_factory) -> list[Path]:
     for name, objective in rows.items():
         model = dale.create_model("convnet", data)
         run = dale.fit(model, objective, data, out=folder / name, progress=False, epochs=2)
-        dale.evaluate(run.model, data, ball, ["fgsm", "pgd5"], examples=100, out=run.path, progress=False)
+        radii = (0.1, 0.25, 0.5)
+        dale.evaluate(
+            run.model, data, ball, ["fgsm", "pgd5"], examples=60, out=run.path, progress=False, epsilons=radii
+        )
         certificate = certify_run(run, data)
         if certificate is not None:
             path = run.path / "evaluation.json"

@@ -31,6 +31,16 @@ def opened(browser, path, size="desktop", scheme="light"):
     assert fetched == []
 
 
+def pointed_at(page, name, across):
+    """Move the mouse over a chart, `across` of the way from left to right."""
+    chart = page.locator(f"#{name} svg")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    place = box["x"] + box["width"] * across, box["y"] + box["height"] / 2
+    page.mouse.move(*place)
+    return place
+
+
 @pytest.fixture(scope="module")
 def one(real_runs, tmp_path_factory):
     return write_report(read_runs(real_runs[:1])[0], tmp_path_factory.mktemp("page") / "report.html")
@@ -73,9 +83,7 @@ def test_the_slider_changes_the_pictures(browser, one):
 
 def test_hover_zoom_and_series(browser, one):
     with opened(browser, one) as page:
-        box = page.locator("#losses svg").bounding_box()
-        middle = box["x"] + box["width"] * 0.2, box["y"] + box["height"] / 2
-        page.mouse.move(*middle)
+        middle = pointed_at(page, "losses", 0.2)
         tip = page.locator("#losses .tip")
         assert tip.is_visible()
         assert "nominal loss" in tip.inner_text()
@@ -147,8 +155,7 @@ def test_hostile_names_are_text(browser, make_run, hostile, tmp_path):
         page.locator("#runs-body tr").nth(1).locator("td").first.click()
         page.locator("#runs-body tr").nth(0).locator("td").first.click()
         for name in ("classes", "radius", "tradeoff", "projection"):
-            box = page.locator(f"#{name} svg").bounding_box()
-            page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+            pointed_at(page, name, 0.5)
         assert page.evaluate("window.hacked") is None
         assert page.locator("img[src=x]").count() == 0
         assert page.locator("script").count() == 2

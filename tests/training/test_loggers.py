@@ -44,11 +44,11 @@ def test_scalars_are_grouped_and_finite():
         "validation/nominal_loss": 0.25,
         "time/train_seconds": 1.0,
         "time/total_seconds": 2.0,
-        "constraint/loss_multiplier/class-0": 1.0,
-        "constraint/loss_violation/class-0": 0.0,
-        "constraint/loss_violation/class-1": 0.5,
-        "constraint/loss_limit/class-0": 0.1,
-        "constraint/loss_limit/class-1": 0.1,
+        "constraint/loss/multiplier/0": 1.0,
+        "constraint/loss/violation/0": 0.0,
+        "constraint/loss/violation/1": 0.5,
+        "constraint/loss/limit/0": 0.1,
+        "constraint/loss/limit/1": 0.1,
     }
     assert scalars({"epoch": 1}) == {}
 
@@ -116,6 +116,15 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(DaleError, match=f"pip install {name}"):
         make_logger([name], tmp_path)
+
+
+def test_processes_that_do_not_write_log_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logger = make_logger(["tensorboard"], None)
+    logger.start(CONFIG)
+    logger.epoch(RECORD)
+    logger.finish(SUMMARY)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_logger_gets_the_nearest_name(tmp_path):

@@ -8,13 +8,14 @@ summary at the end. Numbers have the same names everywhere, grouped as TensorBoa
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import importlib
 import io
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
         for key in ("multiplier", "violation", "measure", "limit"):
             values = constraint.get(key, ())
             for group, value in enumerate(values):
-                suffix = f"/{constraint['by']}-{group}" if len(values) > 1 else ""
-                found[f"constraint/{constraint['name']}_{key}{suffix}"] = value
+                suffix = f"/{group}" if len(values) > 1 else ""
+                found[f"constraint/{constraint['name']}/{key}{suffix}"] = value
     return {name: float(value) for name, value in found.items() if _is_number(value)}
 
 
@@ -95,9 +96,9 @@ LAYOUT = {
     "DALE": {
         "losses and the limit": [
             "Multiline",
-            ["train/nominal_loss", "train/robust_loss", "validation/nominal_loss", "constraint/loss_limit"],
+            ["train/nominal_loss", "train/robust_loss", "validation/nominal_loss", "constraint/loss/limit"],
         ],
-        "multiplier": ["Multiline", ["constraint/.*_multiplier.*"]],
+        "multiplier": ["Multiline", ["constraint/.*/multiplier.*"]],
         "held-out accuracy": ["Multiline", ["validation/clean_accuracy", "validation/robust_accuracy"]],
     }
 }
@@ -112,6 +113,7 @@ class TensorBoard(Logger):
     """
 
     def __init__(self, folder: Path, after: int | None = None) -> None:
+        self.folder = folder
         self.config: dict[str, Any] = {}
         try:
             from tensorboardX import SummaryWriter
@@ -120,47 +122,57 @@ class TensorBoard(Logger):
             return
         self.writer = SummaryWriter(str(folder), purge_step=after)
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[Any]:
+        """The writer, if any; what it wrote is on the disk afterwards, and a full one is one clear line."""
+        try:
+            yield self.writer
+            if self.writer is not None:
+                self.writer.flush()
+        except OSError as error:
+            raise DaleError(f"cannot write {self.folder}/events.*: {error.strerror or error}") from error
+
     def start(self, config: Mapping[str, Any]) -> None:
         """Write the configuration as text, and the layout."""
         self.config = flat(config)
-        if self.writer is not None:
-            rows = "\n".join(f"    {name}: {value}" for name, value in self.config.items())
-            self.writer.add_text("configuration", rows, 0)
-            self.writer.add_custom_scalars(LAYOUT)
-            self.writer.flush()
+        with self._writing() as writer:
+            if writer is not None:
+                writer.add_text("configuration", "\n".join(f"    {k}: {v}" for k, v in self.config.items()), 0)
+                writer.add_custom_scalars(LAYOUT)
 
     def epoch(self, record: Mapping[str, Any]) -> None:
         """Write an epoch's numbers."""
-        if self.writer is not None:
-            for name, value in scalars(record).items():
-                self.writer.add_scalar(name, value, record["epoch"])
-            self.writer.flush()
+        with self._writing() as writer:
+            if writer is not None:
+                for name, value in scalars(record).items():
+                    writer.add_scalar(name, value, record["epoch"])
 
     def images(self, name: str, image: Image, step: int) -> None:
         """Write a picture."""
-        if self.writer is not None:
-            self.writer.add_image(name, image, step, dataformats="HWC")
-            self.writer.flush()
+        with self._writing() as writer:
+            if writer is not None:
+                writer.add_image(name, image, step, dataformats="HWC")
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Write hyperparameters with results, and close the file."""
         if self.writer is None:
             return
         if summary is not None:
-            found = results(summary)
-            self._hyperparameters(found)
-            for name, value in found.items():
-                self.writer.add_scalar(name, value, int(summary.get("epochs", 0)))
-        self.writer.close()
+            with self._writing() as writer:
+                found = results(summary)
+                self._hyperparameters(writer, found)
+                for name, value in found.items():
+                    writer.add_scalar(name, value, int(summary.get("epochs", 0)))
+        with contextlib.suppress(OSError):  # of a full disk, which was reported when it filled
+            self.writer.close()
 
-    def _hyperparameters(self, found: Mapping[str, float]) -> None:
+    def _hyperparameters(self, writer: Any, found: Mapping[str, float]) -> None:
         # add_hparams would open a second run in a folder of its own; these are its records, in this run's file
         from tensorboardX.summary import hparams
 
         settings = {name: value for name, value in self.config.items() if not name.endswith(("type", "format"))}
-        assert self.writer is not None
         for summary in hparams(settings, dict(found)):
-            self.writer.file_writer.add_summary(summary)
+            writer.file_writer.add_summary(summary)
 
 
 class WeightsAndBiases(Logger):
@@ -263,11 +275,17 @@ LOGGERS: dict[str, type[TensorBoard] | type[WeightsAndBiases] | type[MLflow]] = 
 }
 
 
-def make_logger(names: Sequence[str], folder: Path, after: int | None = None) -> Logger:
-    """Return the loggers of the given names as one; no name, no logger."""
+def make_logger(names: Sequence[str], folder: Path | None, after: int | None = None) -> Logger:
+    """Return the loggers of the given names as one.
+
+    `after` drops what a resumed run will write again. Without a folder, as in all processes of a run but the first,
+    nothing is logged.
+    """
     for name in names:
         if name not in LOGGERS:
             raise unknown("logger", name, LOGGERS)
+    if folder is None:
+        return Several([])
     return Several([LOGGERS[name](folder, after) for name in dict.fromkeys(names)])
 
 

@@ -47,7 +47,7 @@ let charts = 0;
 
 class Chart {
   // spec: {label, x, y, xFormat, yFormat, yRange, categories, series: [{name, colour, dash, points: [[x, y, low, high,
-  // label]], line, marks, hollow, hidden}], rules: [{y, name}]}. A point is [x, y], with its interval and label if any.
+  // label, [left, right]]], line, link, marks, small, hollow, hidden}], rules: [{y, name}]}. A point is [x, y], with its interval and label if any.
   constructor(host) {
     this.host = host;
     this.id = "clip" + charts++;
@@ -162,6 +162,7 @@ class Chart {
     if (series.line && points.length > 1) {
       node("path", { d: path(points, 1), class: "line", "stroke-dasharray": series.dash }, group);
     }
+    if (series.link) node("path", { d: path(points, 1), class: "link" }, group);
     if (!series.line) {
       for (const p of points) {
         if (p[2] != null) node("line", { x1: X(p[0]), x2: X(p[0]), y1: Y(p[2]), y2: Y(p[3]), class: "whisker" }, group);

@@ -74,8 +74,8 @@
       groups.get(name).push([x, y, ...interval, `${run.name} (${run.trade.attack})`, low == null ? null : [low, high]]);
     });
     const here = new Set(runs.map((run) => run.dataset));
-    const series = [...groups].map(([name, points], k) => ({ name, colour: k, points: points.sort((p, q) => p[0] - q[0]) }));
-    data.paper.forEach((curve, k) => series.push({ name: curve.name, colour: 7 - k, hollow: true, hidden: !here.has(curve.dataset),
+    const series = [...groups].map(([name, points], k) => ({ name, colour: k, link: points.length > 2, points: points.sort((p, q) => p[0] - q[0]) }));
+    data.paper.forEach((curve, k) => series.push({ name: curve.name, colour: 7 - k, hollow: true, link: curve.line, hidden: !here.has(curve.dataset),
       points: curve.points.map((p) => [p.values[0] / 100, p.values[2] / 100, null, null, `${p.label} (${curve.attack})`]) }));
     section("tradeoff", groups.size > 0);
     if (groups.size) chart("tradeoff").show({ label: "Clean against robust accuracy", x: "clean accuracy", y: "robust accuracy",
@@ -135,7 +135,7 @@
         caption.replaceChildren();
         element("span", {}, caption, `true ${names(example.label)}`);
         element("span", { class: right ? "right" : "wrong", title: top.map(([k, p]) => `${names(k)} ${(100 * p).toFixed(1)}%`).join(", ") },
-          caption, `${right ? "✓" : "✗"} ${names(top[0][0])} ${(100 * top[0][1]).toFixed(0)}%`);
+          caption, `${right ? "✓" : "✗"} ${names(top[0][0])} (${(100 * top[0][1]).toFixed(0)}%)`);
       }
       find("epsilon-value").textContent = text;
       find("standing").textContent = `${standing} of ${cards.length} right`;
