@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,13 +22,16 @@ from dale import random
 from dale.attacks import Attack, parse
 from dale.components import to_plain
 from dale.data import Dataset, Split
+from dale.environment import environment
 from dale.errors import require, require_non_negative
-from dale.evaluation.environment import describe
+from dale.evaluation.alarms import raise_alarms
+from dale.evaluation.curve import accuracy_curve, check_radii
 from dale.evaluation.judge import Expected, Judge, check_finite, float32_model
-from dale.evaluation.results import Accuracy, AttackResult, Evaluation, Loss
 from dale.evaluation.replica import search_replica
+from dale.evaluation.results import Accuracy, AttackResult, Evaluation, Loss
 from dale.evaluation.resume import Ledger, Progress, fingerprint
 from dale.evaluation.session import Session
+from dale.files import write_bytes
 from dale.modes import evaluating, frozen
 from dale.perturbations import PerturbationSet
 
@@ -67,6 +71,7 @@ def evaluate(
     `epsilons` adds the accuracy over these radii; `save_examples` names a .safetensors file for the perturbed images.
     """
     began = time.perf_counter()
+    radii = check_radii(epsilons, perturbations) if epsilons else ()
     listed = _prepared(attacks, perturbations, sources)
     require(batch_size is None or batch_size >= 1, f"batch_size must be at least 1, got {batch_size!r}")
     if rho is not None:
@@ -96,9 +101,16 @@ def evaluate(
         standing = {name: run.standing for name, run in runs.items()}
         worst = torch.stack([session.correct, *standing.values()]).all(dim=0)
         results = tuple(_result(session, name, attack, runs[name], seed) for name, attack in listed.items())
+        random_model = bool(notes)
         outside = sum(run.outside for run in runs.values())
         if outside:
             notes.append(f"{outside} candidate perturbations lay outside the set or the image box and did not count")
+        alarms = (
+            raise_alarms(session, perturbations, listed, standing, random=random_model) if checks and listed else ()
+        )
+        curve = accuracy_curve(session, perturbations, radii, worst) if radii else ()
+        if save_examples is not None:
+            _save_examples(Path(save_examples), session, perturbations, runs, worst)
         outcomes: dict[str, Tensor] = {"clean": session.correct, **standing, "worst": worst}
         evaluation = Evaluation(
             n=len(split),
@@ -112,10 +124,12 @@ def evaluate(
             seed=seed,
             batch_size=size,
             seconds=time.perf_counter() - began,
+            alarms=alarms,
+            curve=curve,
             notes=tuple(notes),
             class_names=tuple(class_names),
             fingerprint=mark,
-            environment=describe(place),
+            environment=environment() | {"device": str(place)},
             examples={name: outcome.cpu() for name, outcome in outcomes.items()},
         )
     if target is not None:
@@ -217,6 +231,29 @@ def _attacked(
     return progress
 
 
+def _save_examples(
+    path: Path, session: Session, perturbations: PerturbationSet, runs: Mapping[str, Progress], worst: Tensor
+) -> None:
+    """Write the images as they were judged: perturbed by the first attack that fooled the model, else clean."""
+    split = session.split
+    images = split.convert(split.images).clone()
+    left = session.correct & ~worst
+    for run in runs.values():
+        assert run.delta is not None
+        fallen = (left & ~run.standing).nonzero().squeeze(1)
+        if len(fallen) > 0:
+            images[fallen] = session.judge.images(images[fallen], run.delta[fallen], perturbations)
+            left = left.index_fill(0, fallen, False)
+    tensors = {
+        "images": images,
+        "labels": split.labels,
+        "index": split.index,
+        "fallen": session.correct & ~worst,
+        "correct": session.correct,
+    }
+    write_bytes(path, safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
+
+
 def _result(session: Session, name: str, attack: Attack, run: Progress, seed: int) -> AttackResult:
     budget = attack.budget(session.clean_logits.shape[1])
     return AttackResult(
@@ -247,5 +284,5 @@ def _per_class(correct: Tensor, split: Split) -> tuple[Accuracy | None, ...]:
 def _nominal(session: Session, rho: float | None) -> Loss:
     """The mean cross-entropy on clean images and its standard error."""
     values = F.cross_entropy(session.clean_logits.double(), session.split.labels, reduction="none")
-    error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
     return Loss(float(values.mean()), error, rho)

@@ -42,7 +42,8 @@ def search_replica(model: nn.Module, images: Tensor, logits: Tensor) -> nn.Modul
     if images.device.type != "cpu":
         return chosen
     try:
-        turned = copy.deepcopy(chosen).to(memory_format=torch.channels_last)
+        turned = copy.deepcopy(chosen)
+        turned.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stubs do not know it
     except (RuntimeError, TypeError, ValueError, NotImplementedError):  # not every module can be copied
         return chosen
     for parameter in turned.parameters():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from dale.certificates import clopper_pearson
 from dale.errors import CheckpointError
+from dale.files import read_json, write_json
 
 FORMAT = 1
 ALPHA = 0.05
@@ -81,10 +81,10 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Loss:
-    """The mean nominal loss, its standard error, and the limit it is held to (None: none)."""
+    """The mean nominal loss, its standard error (None for one example), and the limit it is held to (None: none)."""
 
     mean: float
-    standard_error: float
+    standard_error: float | None
     rho: float | None = None
 
     @property
@@ -154,7 +154,9 @@ class Evaluation:
         """Read what `to_plain` wrote; the outcomes of single examples are not in it."""
         if plain.get("format") != FORMAT:
             raise CheckpointError(f"an evaluation of format {FORMAT} was expected, got {plain.get('format')!r}")
-        values = {key: value for key, value in plain.items() if key != "format"}
+        # others add to the file, a certificate for instance
+        known = {entry.name for entry in dataclasses.fields(Evaluation)}
+        values = {key: value for key, value in plain.items() if key in known}
         for key in ("clean", "worst"):
             values[key] = Accuracy.from_plain(values[key])
             values[f"{key}_per_class"] = _per_class(values[f"{key}_per_class"])
@@ -174,18 +176,13 @@ class Evaluation:
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, all of it or nothing."""
-        from dale.evaluation.resume import write_atomically
-
-        write_atomically(Path(path), (json.dumps(self.to_plain(), indent=2) + "\n").encode())
+        write_json(Path(path), self.to_plain())
 
     @staticmethod
     def load(path: str | Path) -> Evaluation:
         """Read a JSON file that `save` wrote."""
-        path = Path(path)
         try:
-            return Evaluation.from_plain(json.loads(path.read_text()))
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+            return Evaluation.from_plain(read_json(Path(path)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: not an evaluation file: {error}") from error
 

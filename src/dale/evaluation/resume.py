@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -20,26 +19,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from dale.errors import DaleError
+from dale.files import write_bytes
 
 _WRITE_EVERY = 2.0  # seconds; a chunk that took less is cheap to repeat
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file, all of it or nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise DaleError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def fingerprint(model: nn.Module, tensors: dict[str, Tensor], plain: Any) -> str:
@@ -134,7 +116,7 @@ class Ledger:
                 if (tensor := getattr(entry, part)) is not None:
                     tensors[f"{name}/{part}"] = tensor.detach().cpu().clone()
         meta = {"progress": json.dumps({"fingerprint": self.fingerprint, "attacks": counts})}
-        write_atomically(self.path, safetensors.torch.save(tensors, metadata=meta))
+        write_bytes(self.path, safetensors.torch.save(tensors, metadata=meta))
         self.written = time.monotonic()
 
     def close(self) -> None:

@@ -47,7 +47,8 @@ def _row(name: str, accuracy: Accuracy, rest: str = "") -> str:
 
 def _loss(e: Evaluation) -> str:
     loss = e.nominal_loss
-    text = f"nominal loss {loss.mean:.4f} (standard error {loss.standard_error:.4f})"
+    error = "unknown" if loss.standard_error is None else f"{loss.standard_error:.4f}"
+    text = f"nominal loss {loss.mean:.4f} (standard error {error})"
     if loss.rho is None:
         return text
     verdict = "at most" if loss.holds else "NOT at most"
