@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from dale.certificates import Method, NominalCertificate, certify_nominal
-from dale.data import Dataset
+from dale.data import Dataset, Split
+from dale.errors import DataError
 from dale.losses import CrossEntropy
 from dale.training.runs import Run
 from dale.training.validation import predict
 
 ALPHA, CLIP = 0.05, 10.0
+
+
+def fingerprint(split: Split) -> str:
+    """A short text that two splits share exactly when they hold the same examples with the same labels."""
+    total = hashlib.blake2b(digest_size=8)
+    for numbers in (split.index, split.labels):
+        total.update(numbers.cpu().numpy().tobytes())
+    return total.hexdigest()
+
+
+def _require_untouched(run: Run, data: Dataset) -> None:
+    """Refuse data whose splits are not the run's: what is certified on might have been trained on."""
+    recorded = run.summary.get("splits", {})
+    for part in ("train", "certification"):
+        if part in recorded and recorded[part] != fingerprint(getattr(data, part)):
+            raise DataError(
+                f"the {part} split of {data.name} is not the one that {run.path} was made with (another seed, size "
+                "or file): a certificate on it would mean nothing"
+            )
 
 
 def certify_run(
@@ -17,6 +39,7 @@ def certify_run(
     """Certify the nominal loss and accuracy of a run on its certification split; None without a constraint."""
     if not run.objective.constraints:
         return None
+    _require_untouched(run, data)
     device = next(run.model.parameters()).device
     logits, labels, groups = predict(run.model, data.certification, 256, device)
     losses = CrossEntropy()(logits, None, labels).double().numpy()

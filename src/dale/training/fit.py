@@ -20,6 +20,7 @@ from dale.models import load_weights
 from dale.objectives import Objective
 from dale.training import distributed
 from dale.training.averaging import AveragedModel
+from dale.training.certification import fingerprint
 from dale.training.config import DataConfig, ModelConfig, RunConfig, Training
 from dale.training.diagnosis import stuck
 from dale.training.fast import CapturedStep, Fast, make_step
@@ -159,6 +160,7 @@ def _finish(
         "validation": next(r["validation"] for r in state.history if r["epoch"] == best.epoch),
         "multipliers": [constraint["multiplier"] for constraint in last["constraints"]],
         "warnings": stuck(state.history, config.training.epochs),
+        "splits": {part: fingerprint(getattr(data, part)) for part in ("train", "certification")},
         "seconds": sum(r["seconds"]["total"] for r in state.history),
     }
     distributed.first(lambda: write_json(folder.path / "summary.json", finite(summary)))

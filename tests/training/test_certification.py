@@ -1,0 +1,77 @@
+"""Certificates of runs: on the split that nobody touched, and on no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dale
+from dale.certificates import certify_nominal
+from dale.errors import DataError
+from dale.losses import CrossEntropy
+from dale.training import Validation
+from dale.training.certification import certify_run, fingerprint
+from dale.training.validation import predict
+
+SIZES = {"train_size": 96, "validation_size": 40, "certification_size": 60}
+
+
+def _run(path: Path, data: dale.Dataset, **options: Any) -> dale.Run:
+    return dale.fit(
+        dale.create_model("convnet", data),
+        dale.algorithms.dale(dale.Linf(epsilon=0.1), steps=1, **options),
+        data,
+        out=path,
+        epochs=1,
+        progress=False,
+        validation=Validation(steps=1, examples=5),
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"rho": 0.5}, {"min_accuracy": 0.6}, {"rho": 0.5, "by": "class"}, {"rho": 0.5, "min_accuracy": 0.5}]
+)
+def test_the_promise_is_what_is_certified(options: dict[str, Any], tmp_path: Path) -> None:
+    data = dale.load_dataset("digits", **SIZES)
+    run = _run(tmp_path / "run", data, **options)
+    certificate = certify_run(run, data, alpha=0.1)
+    logits, labels, _ = predict(run.model, data.certification, 64, torch.device("cpu"))
+    expected = certify_nominal(
+        CrossEntropy()(logits, None, labels).double().numpy(),
+        (logits.argmax(dim=1) != labels).numpy(),
+        rho=options.get("rho"),
+        min_accuracy=options.get("min_accuracy"),
+        alpha=0.1,
+        clip=10.0,
+        groups=labels.numpy() if "by" in options else None,
+        method="betting",
+    )
+    assert certificate is not None
+    assert certificate.to_plain() == expected.to_plain()
+
+
+def test_a_row_without_a_promise_has_no_certificate(tmp_path: Path) -> None:
+    data = dale.load_dataset("digits", **SIZES)
+    run = _run(tmp_path / "run", data, rho=0.5)
+    run.objective = dale.algorithms.pgd(dale.Linf(epsilon=0.1))
+    assert certify_run(run, data) is None
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"certification_size": 61}, {"train_size": 97}])
+def test_other_splits_are_refused(other: dict[str, int], tmp_path: Path) -> None:
+    """A run made from Python on another deal of the data: what its folder would load is partly trained on."""
+    data = dale.load_dataset("digits", **(SIZES | other))
+    run = _run(tmp_path / "run", data, rho=0.5)
+    assert certify_run(run, data) is not None
+    with pytest.raises(DataError, match=r"is not the one that .* was made with"):
+        certify_run(dale.load_run(run.path), dale.load_dataset("digits", **SIZES))
+
+
+def test_fingerprints() -> None:
+    data = dale.load_dataset("digits", **SIZES)
+    assert fingerprint(data.train) == fingerprint(dale.load_dataset("digits", **SIZES).train)
+    assert len({fingerprint(s) for s in (data.train, data.validation, data.certification, data.test)}) == 4
+    assert fingerprint(data.train) != fingerprint(data.train.take(range(len(data.train) - 1, -1, -1)))
