@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import dale
 from dale.algorithms import ROWS, options_of
 from dale.cli.options import ROW_OPTIONS, add_options, build_config, number, parse_value
 from dale.errors import UsageError
-from dale.training import Averaging, Constant, Cosine
+from dale.training import Algorithm, Averaging, Constant, Cosine, Training
 from dale.training.optimisers import SGD, AdamW
 from dale.training.recipes import default_config
 
@@ -105,3 +107,20 @@ def test_training_options() -> None:
     assert _config("--schedule", "constant").training.schedule == Constant()
     assert _config("--optimiser", "adamw").training.optimiser == AdamW()
     assert _config("--lr", "0.5").training.optimiser == AdamW(learning_rate=0.5)
+
+
+def test_a_configuration_may_leave_parts_out(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("training: {epochs: 5, optimiser: {type: SGD, momentum: 0.5}}")
+    recipe = default_config("digits")
+    assert _config("--config", str(path)) == replace(
+        recipe, training=replace(recipe.training, epochs=5, optimiser=SGD(momentum=0.5))
+    )
+    path.write_text("data: {dataset: cifar10, train_size: 500}\nobjective: {name: erm}")
+    config = _config("--config", str(path))
+    assert (config.model, config.training) == (default_config("cifar10").model, default_config("cifar10").training)
+    assert config.objective == Algorithm(name="erm")
+    assert (config.data.dataset, config.data.train_size) == ("cifar10", 500)
+    full = replace(default_config("mnist"), training=Training(epochs=1))
+    path.write_text(full.to_yaml())
+    assert _config("--config", str(path)) == full

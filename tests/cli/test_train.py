@@ -268,7 +268,7 @@ def test_a_strangers_configuration_runs_nothing(text: str, dale: Dale, tmp_path:
 
 
 def test_data_paths_that_look_like_code_are_paths(dale: Dale, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("data: {dataset: 'a:b'}\nobjective: {name: erm}")
+    (tmp_path / "config.yaml").write_text("data: {dataset: 'a:b'}")
     assert "unknown dataset 'a:b'" in dale("train", "--config", "config.yaml", "--quiet").err
 
 

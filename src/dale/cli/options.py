@@ -42,7 +42,11 @@ ROW_OPTIONS: dict[str, tuple[str, str]] = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that make up a configuration."""
-    parser.add_argument("--config", metavar="FILE", help="start from this configuration; other options override it")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="start from this configuration, of which parts may be left out; options go on top",
+    )
     parser.add_argument("--trust", action="store_true", help="honour import paths inside configuration files")
 
     data = parser.add_argument_group("data")
@@ -135,7 +139,7 @@ def build_config(args: argparse.Namespace) -> RunConfig:
         path = Path(args.config)
         if not path.is_file():
             raise UsageError(f"--config: there is no file {args.config!r}")
-        config = RunConfig.from_yaml(read_text(path), where=args.config, trust=args.trust)
+        config = RunConfig.from_yaml(read_text(path), where=args.config, trust=args.trust, recipe=default_config)
         if args.dataset is not None:
             config = replace(config, data=replace(config.data, dataset=args.dataset))
     else:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from dale import algorithms
-from dale.components import Component, dump_yaml, from_plain, is_import_path, parse_yaml
+from dale.components import Component, dump_yaml, from_plain, is_import_path, parse_yaml, to_plain
 from dale.data import Augmentation, Dataset, load_dataset
 from dale.errors import UsageError, require, require_choice
 from dale.objectives import Objective
@@ -135,8 +135,13 @@ class RunConfig(Component):
         return dump_yaml(self)
 
     @staticmethod
-    def from_yaml(text: str, *, where: str = "config", trust: bool = False) -> RunConfig:
-        """Read a configuration; code that it names is refused unless trusted."""
+    def from_yaml(
+        text: str, *, where: str = "config", trust: bool = False, recipe: Callable[[str], RunConfig] | None = None
+    ) -> RunConfig:
+        """Read a configuration; code that it names is refused unless trusted.
+
+        What a file leaves out is the default, or with `recipe` that of the data set it names.
+        """
         plain = parse_yaml(text, where)
         if not isinstance(plain, Mapping):
             raise UsageError(f"{where}: expected the configuration of a run, got {plain!r:.80}")
@@ -145,9 +150,22 @@ class RunConfig(Component):
             raise UsageError(f"{where}: configuration format {version!r}; this version of dale reads format {FORMAT}")
         if not trust:
             refuse_code(plain, where)
+        if recipe is not None:
+            plain = _filled(plain, recipe)
         config = from_plain(plain, RunConfig, where=where, trust=trust)
         assert isinstance(config, RunConfig)
         return config
+
+
+def _filled(plain: Mapping[str, Any], recipe: Callable[[str], RunConfig]) -> dict[str, Any]:
+    """Put the recipe's values where a file has none; an objective is taken whole."""
+    data = plain.get("data")
+    dataset = data.get("dataset") if isinstance(data, Mapping) else None
+    filled: dict[str, Any] = to_plain(recipe(dataset if isinstance(dataset, str) else DataConfig.dataset))
+    for name, value in plain.items():
+        partly = name in ("data", "model", "training") and isinstance(value, Mapping)
+        filled[name] = {**filled[name], **value} if partly else value
+    return filled
 
 
 def refuse_code(plain: Any, where: str, place: tuple[str, ...] = ()) -> None:
