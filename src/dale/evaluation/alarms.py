@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dale.attacks import PGD, Attack, Hunt, RandomSearch, Square
+from dale.evaluation.judge import quiet_randomness
 from dale.evaluation.results import Alarm
 from dale.evaluation.resume import Progress
 from dale.evaluation.session import Session
@@ -75,7 +76,8 @@ def _gradients(session: Session, perturbations: PerturbationSet, places: Tensor)
     batch = session.batch(places[: session.batch_size])
     hunt = Hunt(session.search_model, batch, perturbations, CrossEntropy(), True, keep_best=False)
     start = perturbations.sample(hunt.x, session.key.fold("alarms"), hunt.index)
-    _, gradient = hunt.value_and_gradient(start)
+    with quiet_randomness(session.device, session.judge.seed):
+        _, gradient = hunt.value_and_gradient(start)
     flat = gradient.flatten(1)
     bad = int((~flat.isfinite().all(dim=1) | (flat == 0).all(dim=1)).sum())
     message = f"{bad} of {len(batch)} examples have a zero or infinite gradient"

@@ -12,12 +12,12 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from dale.folding import fold_batchnorm
+from dale.folding import fold_batchnorm, replicate
 
 _AGREEMENT = 1e-4  # of the largest logit
 
 
-class Replica(nn.Module):
+class TwoLayouts(nn.Module):
     """One model for gradients, one (in the channels-last layout) for queries."""
 
     def __init__(self, for_gradients: nn.Module, for_queries: nn.Module) -> None:
@@ -35,12 +35,14 @@ class Replica(nn.Module):
 
 def search_replica(model: nn.Module, images: Tensor, logits: Tensor) -> nn.Module:
     """Return a faster replica that agrees with `logits` on `images`, or the model itself."""
-    base = fold_batchnorm(model)
-    if base is not None and not _agrees(base, images, logits):
-        base = None
-    chosen = model if base is None else base
+    folded = fold_batchnorm(model)
     if images.device.type != "cpu":
-        return chosen
+        return folded if folded is not None and _agrees(folded, images, logits) else model
+    if folded is not None:
+        # a CPU's gradients are faster in the layout of the images, and its convolutions have nothing to fuse
+        plain = replicate(model, channels_last=False, fuse=False)
+        folded = plain if isinstance(plain, nn.Module) and _agrees(plain, images, logits) else None
+    chosen = model if folded is None else folded
     try:
         turned = copy.deepcopy(chosen)
         turned.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stubs do not know it
@@ -48,8 +50,8 @@ def search_replica(model: nn.Module, images: Tensor, logits: Tensor) -> nn.Modul
         return chosen
     for parameter in turned.parameters():
         parameter.requires_grad_(False)
-    replica = Replica(chosen, turned)
-    return replica if _agrees(replica, images, logits) else chosen
+    both = TwoLayouts(chosen, turned)
+    return both if _agrees(both, images, logits) else chosen
 
 
 def _agrees(replica: nn.Module, images: Tensor, logits: Tensor) -> bool:

@@ -1,0 +1,108 @@
+"""Each alarm rings for the model it was made for, and not for an honest one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dale.data import Split
+from dale.evaluation import Alarm, Evaluation, evaluate
+from dale.evaluation.alarms import _noise, _steps
+from dale.evaluation.judge import Expected
+from dale.perturbations import Linf, Rotation
+
+BALL = Linf(epsilon=0.15)
+Victim = tuple[nn.Module, Split]
+
+
+def alarms(model: nn.Module, split: Split, *attacks: str) -> tuple[Evaluation, dict[str, Alarm]]:
+    e = evaluate(model, split.first(200), BALL, attacks or ["pgd10"], progress=False)
+    return e, {alarm.name: alarm for alarm in e.alarms}
+
+
+def test_an_honest_model_raises_none(victim: Victim) -> None:
+    e, seen = alarms(*victim)
+    assert list(seen) == ["deterministic", "gradients", "more steps", "noise", "black box", "large epsilon"]
+    assert not e.warnings, e.warnings
+    assert "6 of 6 passed" in str(e)
+
+
+class Staircase(nn.Module):
+    """Images in a few grey levels before the network: no gradient anywhere, and hardly more robust."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model((x * 8).round() / 8)
+
+
+def test_masked_gradients(victim: Victim) -> None:
+    e, seen = alarms(Staircase(victim[0]), victim[1])
+    assert not seen["gradients"].passed
+    assert "blind" in seen["gradients"].message
+    assert not seen["black box"].passed
+    assert not seen["large epsilon"].passed
+    assert "warning: gradients" in str(e)
+
+
+class Dropping(nn.Module):
+    """Dropout that stays on in eval mode."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(nn.functional.dropout(x, 0.3, training=True))
+
+
+def test_a_random_model_gets_its_expectation_and_a_note(victim: Victim) -> None:
+    state = torch.get_rng_state()
+    split = victim[1].first(40)
+    e, seen = alarms(Dropping(victim[0]), split)
+    assert not seen["deterministic"].passed
+    assert "random" in e.notes[0]
+    again, _ = alarms(Dropping(victim[0]), split)
+    assert torch.equal(e.examples["pgd10"], again.examples["pgd10"])
+    assert e["pgd10"].accuracy.value < e.clean.value
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_expected_prediction_is_the_mean_of_probabilities() -> None:
+    model = nn.Dropout(0.5).train()
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        x = torch.randn(4, 3)
+        torch.manual_seed(1)
+        expected = torch.stack([model(x).softmax(1) for _ in range(5)]).mean(0)
+        torch.manual_seed(1)
+        ours = Expected(model, 5)(x).softmax(1)
+    assert torch.allclose(ours, expected, atol=1e-6)
+
+
+def test_noise_as_strong_as_the_gradient_rings() -> None:
+    many, few, none = (torch.arange(64) >= n for n in (20, 10, 0))
+    assert not _noise(many, few, 64).passed
+    assert not _noise(many, many, 64).passed
+    assert _noise(few, many, 64).passed
+    assert _noise(none, none, 64).passed
+
+
+def test_steps_that_still_help_ring() -> None:
+    many, few = (torch.arange(64) >= n for n in (30, 10))
+    assert not _steps(few, many, 64).passed
+    assert _steps(many, many, 64).passed
+
+
+def test_sets_without_a_radius(victim: Victim) -> None:
+    e = evaluate(victim[0], victim[1].first(60), Rotation(degrees=30.0), ["pgd5", "grid9"], progress=False)
+    assert "large epsilon" not in {alarm.name for alarm in e.alarms}
+    assert e["grid9"].queries_spent > 0
+
+
+def test_queries_that_beat_the_listed_gradients_ring(victim: Victim) -> None:
+    """One gradient step against a search by queries: the comparison is made over all examples."""
+    _, seen = alarms(victim[0], victim[1], "fgsm", "square300")
+    assert not seen["black box"].passed

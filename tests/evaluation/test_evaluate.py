@@ -1,0 +1,261 @@
+"""The protocol: eval mode, float32, confirmed predictions, resumable, honest about what it found."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from dale.attacks import Attack, Budget, Hunt, parse
+from dale.certificates import clopper_pearson
+from dale.data import Split
+from dale.errors import CheckpointError, NumericsError, UsageError
+from dale.evaluation import Evaluation, evaluate
+from dale.perturbations import L2, Linf, Rotation
+from dale.random import Key
+
+BALL = Linf(epsilon=0.15)
+Victim = tuple[nn.Module, Split]
+
+
+def quiet(model: nn.Module, data: Split, *args: object, **options: object) -> Evaluation:
+    return evaluate(model, data, *args, **{"progress": False, "checks": False, **options})  # type: ignore[arg-type]
+
+
+def test_counts_intervals_and_the_worst_case(victim: Victim) -> None:
+    model, split = victim
+    e = quiet(model, split, BALL, ["fgsm", "pgd10", "noise"], rho=0.5)
+    x = split.convert(split.images)
+    right = model(x).argmax(1) == split.labels
+    assert e.clean.correct == int(right.sum())
+    assert e.clean.interval == clopper_pearson(e.clean.correct, len(split), 0.05)
+    assert e.nominal_loss.mean == pytest.approx(nn.functional.cross_entropy(model(x), split.labels).item(), rel=1e-5)
+    assert e.nominal_loss.holds == (e.nominal_loss.mean <= 0.5)
+    outcome = [e.examples[name] for name in ("clean", "fgsm", "pgd10", "noise")]
+    assert torch.equal(e.examples["worst"], torch.stack(outcome).all(0))
+    assert e.worst.correct == int(e.examples["worst"].sum()) <= min(a.accuracy.correct for a in e.attacks)
+    for result in e.attacks:
+        assert not bool((e.examples[result.name] & ~right).any())
+        assert sum(a.correct for a in result.per_class if a is not None) == result.accuracy.correct
+    assert e["pgd10"].gradients == 10
+    assert 0 < e["pgd10"].gradients_spent <= 10 * int(right.sum())
+    assert e["noise"].gradients_spent == 0
+    # an attack is worth more than the same amount of noise
+    assert e["pgd10"].accuracy.value < e["noise"].accuracy.value < e.clean.value
+
+
+def test_agrees_with_the_attack_called_by_hand(victim: Victim) -> None:
+    model, split = victim
+    e = quiet(model, split, BALL, ["fgsm"])
+    batch = next(split.batches(len(split)))
+    delta = parse("fgsm")(model, batch, BALL, 0)
+    fooled = model(batch.images + delta).argmax(1) != batch.labels
+    assert int((e.examples["fgsm"] != ~fooled).sum()) <= 1
+
+
+def test_train_mode_gives_the_same_numbers_and_is_left_as_it_was(victim: Victim) -> None:
+    model, split = victim
+    before = quiet(model, split, BALL, ["pgd5", "square20"])
+    model.train()
+    model.dropout.eval()
+    try:
+        after = quiet(model, split, BALL, ["pgd5", "square20"])
+        assert model.training
+        assert model.bn1.training
+        assert not model.dropout.training
+    finally:
+        model.eval()
+    assert all(torch.equal(before.examples[k], after.examples[k]) for k in before.examples)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_half_precision_models_are_judged_in_float32(victim: Victim) -> None:
+    model, split = victim
+    half = copy.deepcopy(model).bfloat16()
+    e = quiet(half, split.first(100), BALL, ["pgd3"])
+    same = quiet(copy.deepcopy(half).float(), split.first(100), BALL, ["pgd3"])
+    assert torch.equal(e.examples["pgd3"], same.examples["pgd3"])
+    assert half.fc.weight.dtype == torch.bfloat16
+
+
+def test_seeds_are_honoured(victim: Victim) -> None:
+    model, split = victim
+    state = torch.get_rng_state()
+    one, two, other = (quiet(model, split, BALL, ["noise"], seed=s).examples["noise"] for s in (0, 0, 1))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_restarts_only_help(victim: Victim) -> None:
+    model, split = victim
+    e = quiet(model, split, BALL, ["pgd5", "pgd5x4"])
+    assert not bool((e.examples["pgd5x4"] & ~e.examples["pgd5"]).any())
+    assert e["pgd5x4"].accuracy.correct < e["pgd5"].accuracy.correct
+    assert e["pgd5x4"].gradients_spent < 20 * e.clean.correct  # only what stands is attacked again
+
+
+class Cheat(Attack):
+    """An attack that leaves the set."""
+
+    @property
+    def name(self) -> str:
+        return "cheat"
+
+    def budget(self, num_classes: int) -> Budget:
+        return Budget(steps=1)
+
+    def search(self, hunt: Hunt, number: int, key: Key) -> None:
+        hunt.query(1.0 - 2.0 * hunt.x)
+        hunt.settle()
+
+
+def test_what_lies_outside_does_not_count(victim: Victim) -> None:
+    e = quiet(*victim, BALL, [Cheat()])
+    assert e["cheat"].accuracy.correct == e.clean.correct
+    assert "outside" in e.notes[0]
+
+
+def test_file_round_trip_and_text(victim: Victim, tmp_path: Path) -> None:
+    e = quiet(*victim, L2(epsilon=0.5), ["pgd3"], out=tmp_path, epsilons=[0.2, 0.8], checks=True)
+    assert Evaluation.load(tmp_path / "evaluation.json") == e
+    assert [p.name for p in tmp_path.iterdir()] == ["evaluation.json"]
+    plain = json.loads((tmp_path / "evaluation.json").read_text())
+    assert plain["attacks"][0]["accuracy"]["lower"] < e["pgd3"].accuracy.value
+    assert plain["environment"]["torch"] == torch.__version__
+    assert len(plain["alarms"]) == 6
+    text = str(e)
+    for word in ("pgd3", "L2(epsilon=0.5)", "upper bound on the true robust accuracy", "nominal loss", "class", "0.8"):
+        assert word in text
+    (tmp_path / "evaluation.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"evaluation\.json"):
+        Evaluation.load(tmp_path / "evaluation.json")
+
+
+def test_curve_falls_and_reaches_the_own_radius(victim: Victim) -> None:
+    e = quiet(victim[0], victim[1].first(300), BALL, ["apgd10-t"], epsilons=[0.3, 0.05, 0.15])
+    assert [p.epsilon for p in e.curve] == [0.05, 0.15, 0.3]
+    counts = [e.clean.correct, *(p.accuracy.correct for p in e.curve)]
+    assert counts == sorted(counts, reverse=True)
+    assert e.curve[1].accuracy.correct <= e.worst.correct
+    assert e.curve[2].accuracy.value < 0.2 < e.curve[0].accuracy.value
+
+
+def test_saved_examples_fool_the_model(victim: Victim, tmp_path: Path) -> None:
+    model, split = victim
+    e = quiet(model, split, BALL, ["fgsm", "pgd5"], save_examples=tmp_path / "x.safetensors")
+    saved = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    fallen = saved["fallen"]
+    assert int(fallen.sum()) == e.clean.correct - e.worst.correct
+    clean = split.convert(split.images)
+    assert (model(saved["images"][fallen]).argmax(1) != split.labels[fallen]).float().mean() > 0.99
+    assert torch.equal(saved["images"][~fallen], clean[~fallen])
+    assert (saved["images"] - clean).abs().max() <= 0.15 + 1e-6
+    assert saved["images"].min() >= 0.0
+    assert saved["images"].max() <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"attacks": ["pgd5", "pgd5"]}, "more than once"),
+        ({"attacks": "pgd5"}, "list of names"),
+        ({"attacks": ["grid"]}, "grid searches transformations"),
+        ({"attacks": [], "batch_size": 0}, "batch_size"),
+        ({"attacks": [], "rho": -1.0}, "rho"),
+        ({"attacks": [], "epsilons": [0.1, -0.1]}, "above 0"),
+        ({"attacks": ["transfer:x"]}, "no such source"),
+    ],
+)
+def test_bad_requests(victim: Victim, options: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        quiet(*victim, BALL, **options)
+
+
+def test_bad_models(victim: Victim) -> None:
+    split = victim[1].first(10)
+    with pytest.raises(UsageError, match="2 outputs for data of 10"):
+        quiet(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), split, BALL, [])
+    with pytest.raises(UsageError, match="expected logits"):
+        quiet(nn.Conv2d(1, 10, 3), split, BALL, [])
+    broken = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    nn.init.constant_(broken[1].bias, float("nan"))
+    with pytest.raises(NumericsError, match="not finite"):
+        quiet(broken, split, BALL, [])
+    with pytest.raises(UsageError, match="norm ball"):
+        quiet(*victim, Rotation(degrees=10.0), [], epsilons=[0.1])
+
+
+def test_one_example_and_no_attacks(victim: Victim) -> None:
+    e = quiet(victim[0], victim[1].first(1), BALL, [])
+    assert e.n == 1
+    assert e.nominal_loss.standard_error is None
+    assert e.worst == e.clean
+    assert Evaluation.from_plain(e.to_plain()) == e
+
+
+def test_progress_shows_the_running_accuracy(victim: Victim, capfd: pytest.CaptureFixture[str]) -> None:
+    evaluate(victim[0], victim[1].first(64), BALL, ["pgd3x2"], batch_size=16, checks=False)
+    assert "pgd3x2" in capfd.readouterr().err
+
+
+_KILLED = """
+import sys; sys.path.insert(0, sys.argv[2])
+from conftest import trained
+from dale.evaluation import evaluate, resume
+from dale.perturbations import Linf
+resume._WRITE_EVERY = 0.0
+model, split = trained()
+attacks = ["pgd10x3", "square50"]
+evaluate(model, split.first(200), Linf(epsilon=0.15), attacks, out=sys.argv[1], batch_size=32, checks=False)
+"""
+
+
+def test_resume_after_sigkill(victim: Victim, tmp_path: Path) -> None:
+    """Killed in the middle, the same evaluation goes on where it was, and ends with the same outcome."""
+    partial = tmp_path / "evaluation.partial.safetensors"
+    process = subprocess.Popen(
+        [sys.executable, "-c", _KILLED, str(tmp_path), str(Path(__file__).parent)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        for _ in range(2400):
+            if partial.exists() or process.poll() is not None:
+                break
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert partial.exists(), "the evaluation ended before it could be killed"
+    model, split = victim[0], victim[1].first(200)
+    with safetensors.safe_open(partial, framework="pt") as file:
+        done = json.loads(file.metadata()["progress"])["attacks"]
+    spent = sum(p["gradients"] for p in done.values())
+    assert spent > 0
+    resumed = quiet(model, split, BALL, ["pgd10x3", "square50"], out=tmp_path, batch_size=32)
+    whole = quiet(model, split, BALL, ["pgd10x3", "square50"], batch_size=32)
+    assert all(torch.equal(resumed.examples[k], whole.examples[k]) for k in whole.examples)
+    assert [a.gradients_spent for a in resumed.attacks] == [a.gradients_spent for a in whole.attacks]
+    assert not partial.exists()
+
+
+def test_progress_of_another_model_is_not_used(victim: Victim, tmp_path: Path) -> None:
+    from dale.evaluation.resume import Ledger, Progress
+
+    ledger = Ledger(tmp_path / "p.safetensors", "one")
+    ledger.note("pgd", Progress.fresh(torch.ones(3, dtype=torch.bool)), force=True)
+    assert Ledger.open(tmp_path / "p.safetensors", "one").resumed
+    assert not Ledger.open(tmp_path / "p.safetensors", "two").resumed
+    (tmp_path / "p.safetensors").write_bytes(b"damaged")
+    assert not Ledger.open(tmp_path / "p.safetensors", "one").resumed

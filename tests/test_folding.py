@@ -1,0 +1,73 @@
+"""Folding BatchNorm changes nothing but the rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dale.folding import fold_batchnorm
+from dale.models import create_model
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """Give BatchNorm statistics and weights that matter."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        for module in model.modules():
+            if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+                for tensor, low, high in ((module.running_mean, -1, 1), (module.running_var, 0.5, 2)):
+                    tensor.uniform_(low, high)
+                if module.affine:
+                    nn.init.uniform_(module.weight, 0.5, 1.5)
+                    nn.init.uniform_(module.bias, -1, 1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "preact-resnet18"])
+def test_networks(name: str) -> None:
+    model = shaken(create_model(name, channels=3, size=16, num_classes=10))
+    folded = fold_batchnorm(model)
+    assert folded is not None
+    count = [sum(isinstance(m, nn.BatchNorm2d) for m in net.modules()) for net in (model, folded)]
+    assert count[1] < count[0]
+    assert name == "preact-resnet18" or count[1] == 0
+    x = torch.rand(3, 3, 16, 16, requires_grad=True)
+    ours, theirs = folded(x), model(x)
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+    slopes = [torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, theirs)]
+    assert torch.allclose(slopes[0], slopes[1], rtol=1e-3, atol=1e-4 * float(slopes[1].abs().max()))
+    assert not any(p.requires_grad for p in folded.parameters())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x)) if x.sum() > 0 else x
+
+
+def test_what_cannot_be_folded_is_left() -> None:
+    assert fold_batchnorm(Branching()) is None
+    assert fold_batchnorm(nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU())) is None
+    # batch statistics are no affine map
+    assert fold_batchnorm(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, track_running_stats=False))) is None
+
+
+def test_a_layer_used_twice_is_folded_where_it_is_followed_by_batchnorm() -> None:
+    conv = nn.Conv2d(2, 2, 1)
+    model = shaken(nn.Sequential(conv, nn.BatchNorm2d(2), conv))
+    folded = fold_batchnorm(model)
+    x = torch.rand(2, 2, 5, 5)
+    assert folded is None or torch.allclose(folded(x), model(x), atol=1e-5)
+
+
+def test_without_affine() -> None:
+    model = shaken(nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3, affine=False)))
+    folded = fold_batchnorm(model)
+    assert folded is not None
+    x = torch.rand(2, 1, 5, 5)
+    assert torch.allclose(folded(x), model(x), atol=1e-5)
