@@ -24,8 +24,8 @@ OVERLAY = """<section class="panel charts"><h2>All runs, epoch by epoch</h2>
 <div class="chart" id="overlay"></div></section>"""
 
 GALLERY = """<section class="panel charts long"><h2>Gallery</h2>
-<p>Test images under PGD: clean, the perturbation (blue takes away, red adds; contrast is stretched) and the sum. Move
-the slider to give the attacker more room.</p>
+<p>Test images under PGD: clean, the perturbation with its contrast stretched (of grey images: red adds, blue takes
+away), and the perturbed image with the prediction. Move the slider to give the attacker more room.</p>
 <div class="controls"><input type="range" id="epsilon" min="0" max="1" value="0" aria-label="radius of the attack">
 <output id="epsilon-value" for="epsilon"></output><span class="soft" id="standing"></span></div>
 <div class="chart" id="gallery"></div></section>"""
@@ -63,7 +63,7 @@ def _tiles(run: RunFiles) -> str:
         tiles.append(("nominal loss, test", f"{loss:.3f}", "" if spread is None else f"± {spread:.3f} (std. error)"))
     dual = facts.multiplier(run)
     if dual is not None:
-        tiles.append(("multiplier ν", f"{dual:.3g}", "at the end of training"))
+        tiles.append(("multiplier ν", f"{dual:.3g}", "at the end"))
     if not tiles:
         held = run.summary.get("validation") or dig(run.metrics, -1, "validation")
         for key, name in (("clean_accuracy", "held-out clean"), ("robust_accuracy", "held-out robust")):

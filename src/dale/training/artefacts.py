@@ -33,8 +33,8 @@ from dale.training.runs import Run
 FORMAT = 1
 EXAMPLES = 10  # pictures in the gallery
 FACTORS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # radii of the gallery, in units of the run's own
-POINTS = 160  # perturbations per sampler in the projection
-STEPS = 20  # of the gallery's PGD
+POINTS = 120  # perturbations per sampler in the projection
+STEPS = 10  # of the gallery's PGD
 BUDGET = 2 * 2**20  # bytes of pictures
 _SIDE = 96  # larger images are thinned out for the gallery
 _PIXELS = 20_000_000  # numbers in the matrix that principal components are computed of
@@ -73,18 +73,17 @@ def gallery(model: nn.Module, split: Split, perturbations: PerturbationSet, key:
     device = next(model.parameters()).device
     chosen = split.take(_one_per_class(split.labels))
     batch = next(iter(chosen.batches(len(chosen)))).to(device)
-    whole = pgd(STEPS)(model, batch, perturbations, CrossEntropy(), key=key)[0]
     balls = scaled(perturbations, 1.0) is not None
+    whole = None if balls else pgd(STEPS)(model, batch, perturbations, CrossEntropy(), key=key)[0]
     factors = [factor for factor in FACTORS if balls or factor <= 1.0]
     moved, logits = [], []
     for factor in factors:
         ball = scaled(perturbations, factor) if factor > 0.0 else None
+        images = batch.images
         if ball is not None:
-            found = pgd(STEPS)(model, batch, ball, CrossEntropy(), key=key)[0]
-            images = ball.apply(batch.images, found)
-        else:
-            images = perturbations.apply(batch.images, perturbations.project(factor * whole, batch.images))
-        images = batch.images if factor == 0.0 else images.clamp(0.0, 1.0)
+            images = ball.apply(images, pgd(STEPS)(model, batch, ball, CrossEntropy(), key=key)[0]).clamp(0.0, 1.0)
+        elif whole is not None and factor > 0.0:
+            images = perturbations.apply(images, perturbations.project(factor * whole, images)).clamp(0.0, 1.0)
         with torch.no_grad():
             logits.append(model(images).float().softmax(dim=1).cpu())
         moved.append(images.cpu())

@@ -34,6 +34,9 @@ function ticks(low, high, count) {
   return found;
 }
 
+// shares end at 0 and 1, even where the axis leaves a little room beyond
+const drawn = (format, v) => format !== "percent" || (v > -1e-9 && v < 1 + 1e-9);
+
 function extent(values, pad, share) {
   let low = Infinity, high = -Infinity;
   for (const v of values) if (Number.isFinite(v)) { low = Math.min(low, v); high = Math.max(high, v); }
@@ -127,6 +130,7 @@ class Chart {
   axes(svg, box, X, Y, spec, slanted) {
     const { view } = box, yFormat = FORMATS[spec.yFormat || "number"], xFormat = FORMATS[spec.xFormat || "number"];
     for (const v of ticks(view.y[0], view.y[1], box.height / 55)) {
+      if (!drawn(spec.yFormat, v)) continue;
       node("line", { x1: box.left, x2: box.left + box.width, y1: Y(v), y2: Y(v), class: "grid" }, svg);
       node("text", { x: box.left - 7, y: Y(v) + 4, class: "tick", "text-anchor": "end" }, svg, yFormat(v));
     }
@@ -141,7 +145,7 @@ class Chart {
       });
     } else {
       for (const v of ticks(view.x[0], view.x[1], box.width / 80)) {
-        if (spec.xWhole && v !== Math.round(v)) continue;
+        if ((spec.xWhole && v !== Math.round(v)) || !drawn(spec.xFormat, v)) continue;
         node("line", { x1: X(v), x2: X(v), y1: base, y2: base + 4, class: "axis" }, svg);
         node("text", { x: X(v), y: base + 17, class: "tick", "text-anchor": "middle" }, svg, xFormat(v));
       }

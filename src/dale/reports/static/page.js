@@ -121,7 +121,9 @@
     });
     const update = () => {
       const level = Number(slider.value), r = Number(shown.radii[level].toPrecision(4));
-      const own = Math.abs(shown.radii[level] - shown.trained) < 1e-9 ? " (as trained)" : "";
+      const steps = shown.radii[level] * 255, whole = Math.abs(steps - Math.round(steps)) < 1e-6 && steps > 0 && steps < 64;
+      const notes = [whole ? `${Math.round(steps)}/255` : "", Math.abs(shown.radii[level] - shown.trained) < 1e-9 ? "as trained" : ""].filter(Boolean);
+      const own = notes.length ? ` (${notes.join(", ")})` : "";
       const text = `${shown.unit === "epsilon" ? "ε" : shown.unit} = ${r}${own}`;
       let standing = 0;
       for (const { example, delta, moved, caption } of cards) {
