@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -309,3 +312,38 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(
     assert ending(tmp_path / "same") == reference  # also in another process, after other work
     assert dale("train", *TINY, *KINDS["adamw"], "--out", "other", "--seed", 1, "--quiet").code == 0
     assert ending(tmp_path / "other")["last"] != reference["last"]
+
+
+@pytest.mark.verify
+def test_killed_many_times_on_all_cores(tmp_path: Path) -> None:
+    """Real processes with several threads each, a longer run, killed at random until it happens to end."""
+    kind = "sgd-batchnorm-dropout-epoch"
+    _prepare(tmp_path / "work")
+    environment = os.environ | {"OMP_NUM_THREADS": str(min(4, os.cpu_count() or 1))}
+    more = ["--epochs", "12", "--train-size", "256"]
+
+    def start(*arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "dale", "train", *arguments]
+        return subprocess.Popen(
+            command, cwd=tmp_path / "work", env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+
+    begun = time.monotonic()
+    with start(*TINY, *KINDS[kind], *more, "--out", "whole") as process:
+        assert process.wait(280) == 0, process.stderr
+    seconds = time.monotonic() - begun
+    arguments, moments, code = [*TINY, *KINDS[kind], *more, "--out", "run"], random.Random(time.time_ns()), -1
+    for _ in range(3):
+        with start(*arguments) as process:
+            try:
+                code = process.wait(moments.uniform(0.3, 1.0) * seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        if code == 0:
+            break
+        if (tmp_path / "work" / "run" / "config.yaml").exists():
+            arguments = ["--resume", "run", "--trust", "--no-evaluate"]
+    else:
+        with start(*arguments) as process:
+            assert process.wait(280) == 0
+    assert_same_ending(tmp_path / "work" / "run", tmp_path / "work" / "whole")
