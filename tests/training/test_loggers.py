@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -102,7 +104,7 @@ def test_an_interrupted_run_has_no_results(tmp_path):
 
 
 def test_training_goes_on_without_tensorboard(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
     logger = make_logger(["tensorboard"], tmp_path)
     logger.start(CONFIG)
     logger.epoch(RECORD)
@@ -195,3 +197,28 @@ def test_the_gallery_is_shown_radius_by_radius(tmp_path):
     assert image[30, 30, 0] == 255  # clean
     assert image[30 + 66, 30, 0] == 255  # perturbation
     assert image[30 + 132, 30, 0] == 0  # perturbed
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from dale.errors import DaleError
+from dale.training.loggers import TensorBoard
+resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+board = TensorBoard(Path(sys.argv[1]), 1)
+names = ("learning_rate", "loss", "robust_loss", "nominal_loss", "clean_accuracy", "robust_accuracy")
+try:
+    for epoch in range(1, 20):
+        board.epoch({"epoch": epoch, "constraints": [], **dict.fromkeys(names, 0.5)})
+except DaleError as error:
+    print(error)
+board.finish(None)
+"""
+
+
+def test_tensorboard_on_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """In a process of its own, whose files may not grow beyond 600 bytes."""
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == f"cannot write {tmp_path}/events.*: File too large\n"

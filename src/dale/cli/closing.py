@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dale.data import Dataset
+    from dale.perturbations import PerturbationSet
     from dale.training.runs import Run
 
 LIMIT = 400  # test images evaluated on a CPU by default, at least; a tenth of the training set where that is more
@@ -22,7 +23,9 @@ def close_run(
     from dale.evaluation.team import Team, shared_by
     from dale.files import read_json, write_json
     from dale.training import distributed
+    from dale.training.artefacts import write_artefacts
     from dale.training.certification import certify_run
+    from dale.training.loggers import TensorBoard, log_gallery
 
     team = Team(distributed.rank(), distributed.world_size(), distributed.added)
     objective = run.objective
@@ -42,6 +45,7 @@ def close_run(
             names,
             examples=None if examples is None else min(examples, len(data.test)),
             rho=rho,
+            epsilons=_radii(objective.perturbations),
             out=run.path if distributed.is_main() else None,
             progress=progress and distributed.is_main(),
         )
@@ -52,7 +56,19 @@ def close_run(
     if certificate is not None:
         plain["certificate"] = certificate.to_plain()
         write_json(run.path / "evaluation.json", plain)
+    artefacts = write_artefacts(run, data, run.path)
+    if artefacts is not None:
+        board = TensorBoard(run.path)
+        log_gallery(artefacts, board, run.summary["epochs"])
+        board.finish(None)
     return plain
+
+
+def _radii(perturbations: PerturbationSet) -> list[float] | None:
+    """The radii of the curve of accuracy over epsilon, for sets that have one."""
+    if not hasattr(perturbations, "epsilon"):
+        return None
+    return [share * perturbations.radius for share in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)]
 
 
 def closing_table(done: Sequence[tuple[Run, dict[str, Any] | None]]) -> str:

@@ -21,10 +21,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="RUN", help="the run folder to make (default: a new one under runs/)")
     parser.add_argument("--resume", metavar="RUN", help="continue an interrupted run")
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    parser.add_argument("--fast", choices=("auto", "on", "off"), default="auto", help="the fast path")
+    parser.add_argument(
+        "--log", metavar="NAME", nargs="+", default=["tensorboard"], help="live views: tensorboard, wandb, mlflow"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress")
     closing = parser.add_argument_group("closing evaluation, on the test set")
     closing.add_argument("--attacks", metavar="NAME", nargs="+", help="attacks (`dale list attacks`)")
     closing.add_argument("--examples", metavar="N", type=int, help="evaluate on the first N test images")
+    closing.add_argument("--no-report", action="store_true", help="write no report.html")
     closing.add_argument("--no-evaluate", action="store_true", help="train only")
     closing.add_argument(
         "--compare", metavar="NAME", nargs="+", default=[], help="train these rows too and set them side by side"
@@ -59,7 +64,12 @@ def _run(args: argparse.Namespace) -> int:
     if not is_main():
         return 0
     print(closing_table(done))
-    print(f"\nRun folder: {done[0][0].path}")
+    path = done[0][0].path
+    print(f"\nRun folder: {path}")
+    if not args.no_report:
+        from dale.reports import read_runs, write_report
+
+        print(f"Report: {write_report(read_runs([path])[0], path / 'report.html')}")
     return 0
 
 
@@ -127,6 +137,8 @@ def _train(args: argparse.Namespace, config: RunConfig, out: str | None) -> tupl
         device=args.device,
         resume=resume,
         progress=not args.quiet,
+        fast=args.fast,
+        loggers=args.log,
     )
     for line in run.summary["warnings"] if args.quiet and is_main() else ():  # otherwise said while training
         print(f"warning: {line}", file=sys.stderr)

@@ -11,6 +11,7 @@ import gzip
 import math
 import os
 import struct
+import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -113,7 +114,15 @@ def read_npz(path: Path, names: tuple[str, ...], optional: tuple[str, ...] = ())
                 arrays[name] = _read_member(archive, members[name], f"{path}: array {name!r}")
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+    except (
+        OSError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+        NotImplementedError,
+        RuntimeError,
+        UnicodeError,
+    ) as error:
         raise DataError(f"{path}: cannot be read as an .npz file ({error})") from error
     return arrays
 
@@ -142,7 +151,9 @@ def _read_header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], bool, np
     if length > _MAX_HEADER:
         raise DataError(f"{where} has a header of {length} bytes")
     try:
-        header = ast.literal_eval(file.read(length).decode("utf-8" if magic[6] == 3 else "latin1"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python's parser, on what is not even Python
+            header = ast.literal_eval(file.read(length).decode("utf-8" if magic[6] == 3 else "latin1"))
         shape, fortran, dtype = header["shape"], header["fortran_order"], np.dtype(header["descr"])
         valid = all(isinstance(n, int) and n >= 0 for n in shape) and isinstance(shape, tuple)
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError, MemoryError) as error:

@@ -38,7 +38,7 @@ def read_user_npz(path: Path) -> Parts:
             raise DataError(f"{path}: has {one!r} but no {other!r}")
     if "groups" in arrays and "images_test" in arrays and "groups_test" not in arrays:
         raise DataError(f"{path}: has groups and test images, but no 'groups_test'")
-    names = tuple(str(name) for name in arrays["class_names"].reshape(-1)) if "class_names" in arrays else None
+    names = _names(arrays["class_names"], path) if "class_names" in arrays else None
     num_classes = None if names is None else len(names)
     if num_classes is None:
         kinds = [_tensor(arrays[k], path, k) for k in ("labels", "labels_test") if k in arrays]
@@ -51,6 +51,14 @@ def read_user_npz(path: Path) -> Parts:
     if test is not None and test.images.shape[1:] != pool.images.shape[1:]:
         raise DataError(f"{path}: images are {_size(pool)} but images_test are {_size(test)}")
     return pool, test, names
+
+
+def _names(array: NDArray[Any], path: Path) -> tuple[str, ...]:
+    """Class names as text; NumPy's text may hold numbers that are no characters."""
+    try:
+        return tuple(str(name) for name in array.reshape(-1))
+    except (SystemError, ValueError) as error:
+        raise DataError(f"{path}: class_names hold what is not text") from error
 
 
 def _size(split: Split) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,29 @@ from dale.errors import DaleError, UsageError
 from dale.training.state import TrainState
 
 T = TypeVar("T")
+
+# Groups that we have parted from. Gloo's threads need Python's lock to let go of the last tensor they sent; were the
+# group's last reference dropped just then, under that lock, it would wait for them and they for it: so none is dropped.
+_left: list[Any] = []
+
+
+def reduce_(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce a tensor over all processes, in place."""
+    dist.all_reduce(tensor, operation)
+    return tensor
+
+
+def _send_(tensor: Tensor) -> Tensor:
+    """Make a tensor that of the first process, in place."""
+    dist.broadcast(tensor, 0)
+    return tensor
+
+
+def _all(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all processes, which have one shape."""
+    parts = [torch.zeros_like(tensor) for _ in range(world_size())]
+    dist.all_gather(parts, tensor)
+    return parts
 
 
 def launched() -> bool:
@@ -104,6 +127,7 @@ def connected(device: str | None = None) -> Iterator[torch.device]:
             "the run can be continued with --resume"
         ) from error
     finally:
+        _left.append(dist.group.WORLD)
         if place.type != "cuda" or world_size() == 1:  # NCCL may wait for a process that is gone; exiting does not
             dist.destroy_process_group()
 
@@ -121,27 +145,21 @@ def total(*tensors: Tensor) -> list[Tensor]:
     """The sums of float tensors over all processes, in one message."""
     if world_size() == 1:
         return list(tensors)
-    flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
-    dist.all_reduce(flat)
+    flat = reduce_(torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors]))
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def added(tensor: Tensor) -> Tensor:
     """The sum of a tensor over all processes, in its own type: counts stay exact."""
-    if world_size() > 1:
-        tensor = tensor.clone()
-        dist.all_reduce(tensor)
-    return tensor
+    return tensor if world_size() == 1 else reduce_(tensor.clone())
 
 
 def agreed(number: int) -> int:
     """The largest of the processes' numbers: a signal that reached one of them stops all at the same step."""
     if world_size() == 1:
         return number
-    flag = torch.tensor([number])
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return int(flag)
+    return int(reduce_(torch.tensor([number]), dist.ReduceOp.MAX))
 
 
 def share(split: Split) -> Split:
@@ -156,20 +174,16 @@ def share(split: Split) -> Split:
 
 def gathered(rows: Tensor) -> Tensor:
     """The rows of all processes, in the order of their ranks; their numbers may differ, and some may have none."""
-    size = world_size()
-    if size == 1:
+    if world_size() == 1:
         return rows
     shape = torch.zeros(4, dtype=torch.int64)
     shape[: rows.dim()] = torch.tensor(rows.shape)
-    shapes = [torch.zeros_like(shape) for _ in range(size)]
-    dist.all_gather(shapes, shape)
+    shapes = _all(shape)
     counts = [int(s[0]) for s in shapes]
     whole = next(s for s, count in zip(shapes, counts, strict=True) if count)[1 : rows.dim()].tolist()
     padded = rows.new_zeros((max(counts), *whole))
     padded[: len(rows)] = rows.reshape(len(rows), *whole)
-    parts = [torch.zeros_like(padded) for _ in range(size)]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    return torch.cat([part[:count] for part, count in zip(_all(padded), counts, strict=True)])
 
 
 def told(text: str = "") -> str:
@@ -177,12 +191,11 @@ def told(text: str = "") -> str:
     if world_size() == 1:
         return text
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.zeros(0, dtype=torch.uint8)
-    count = torch.tensor([len(data)])
-    dist.broadcast(count, 0)
+    count = int(_send_(torch.tensor([len(data)])))
     if not is_main():
-        data = torch.zeros(int(count), dtype=torch.uint8)
-    if int(count):
-        dist.broadcast(data, 0)
+        data = torch.zeros(count, dtype=torch.uint8)
+    if count:
+        _send_(data)
     return bytes(data.tolist()).decode()
 
 
@@ -207,9 +220,7 @@ def same_weights(model: nn.Module) -> None:
     """Give every process the first one's parameters and buffers."""
     if world_size() > 1:
         for tensor in model.state_dict().values():
-            held = tensor.contiguous()
-            dist.broadcast(held, 0)
-            tensor.copy_(held)
+            tensor.copy_(_send_(tensor.contiguous()))
 
 
 def same_state(state: TrainState) -> None:
@@ -226,7 +237,6 @@ def same_state(state: TrainState) -> None:
         held = tensors[name].to(device).contiguous() if is_main() else None
         if held is None:
             held = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        dist.broadcast(held, 0)
-        received[name] = held
+        received[name] = _send_(held)
     if not is_main():
         state.restore(received, facts, "the state sent by process 0")

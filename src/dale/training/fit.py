@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from dale.components import import_path
+from dale.components import import_path, to_plain
 from dale.data import Dataset, Loader
 from dale.environment import no_denormals
 from dale.errors import UsageError, require, unknown
@@ -24,9 +25,10 @@ from dale.training.certification import fingerprint
 from dale.training.config import DataConfig, ModelConfig, RunConfig, Training
 from dale.training.diagnosis import stuck
 from dale.training.fast import CapturedStep, Fast, make_step
+from dale.training.loggers import make_logger
 from dale.training.loop import Trainer
 from dale.training.parallel import DistributedStep, leaves_parameters_unused, synchronised
-from dale.training.progress import Progress, TensorBoard
+from dale.training.progress import Progress
 from dale.training.recipes import default_config
 from dale.training.runs import Run, RunFolder, save_model
 from dale.training.state import TrainState
@@ -44,6 +46,7 @@ def fit(
     resume: bool = False,
     progress: bool = True,
     fast: Fast = "auto",
+    loggers: Sequence[str] = ("tensorboard",),
     **training: Any,
 ) -> Run:
     """Train `model` and return the run, with the selected weights in `run.model` (which is `model`, in eval mode).
@@ -52,7 +55,7 @@ def fit(
     data set's default recipe. `out` is the run folder; without it a new one is made under runs/. `config` overrides
     what is recorded as the run's configuration. With `resume` the run in `out` continues from its newest readable
     checkpoint, and ends as if it had never stopped. `fast`: take the fast path where the model and the row allow it
-    (`auto`; `on` says why not), or never (`off`).
+    (`auto`; `on` says why not), or never (`off`). `loggers`: live views, of tensorboard, wandb and mlflow.
     """
     if fast not in get_args(Fast):
         raise unknown("fast", fast, get_args(Fast))
@@ -101,15 +104,17 @@ def fit(
             distributed.same_state(state)
         distributed.first(lambda: folder.write_metrics(state.history))
         total, done = settings.epochs * len(loader), state.epoch * len(loader) + state.batch
-        board = TensorBoard(folder.path if distributed.is_main() else None, state.epoch + 1)
+        board = make_logger(loggers, folder.path if distributed.is_main() else None, state.epoch + 1)
+        summary: dict[str, Any] | None = None
         try:
+            board.start(to_plain(config))
             with Progress(total, done, progress and distributed.is_main()) as bar:
                 for note in (*(f"warning: {note}" for note in notes or ()), line):
                     bar.say(note)
                 Trainer(config, filled, data, state, folder, loader, step, place, bar, board).run()
+            summary = _finish(model, filled, data, state, folder, config)
         finally:
-            board.close()
-        summary = _finish(model, filled, data, state, folder, config)
+            board.finish(summary)
     return Run(folder, model, config, objective, summary)
 
 

@@ -14,8 +14,9 @@ import importlib
 import io
 import math
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,63 +117,73 @@ class TensorBoard(Logger):
         self.folder = folder
         self.config: dict[str, Any] = {}
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX.event_file_writer import EventsWriter
         except ImportError:
             self.writer = None
             return
-        self.writer = SummaryWriter(str(folder), purge_step=after)
+        # not SummaryWriter: its thread and its work at exit meet a full disk with tracebacks of their own
+        self.writer = EventsWriter(str(folder / "events"))
+        if after is not None:
+            from tensorboardX.proto.event_pb2 import SessionLog
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[Any]:
-        """The writer, if any; what it wrote is on the disk afterwards, and a full one is one clear line."""
+            self._write(after, session_log=SessionLog(status=SessionLog.START))
+
+    def _write(self, step: int, **content: Any) -> None:
+        """Write one event to the disk; a full one is one clear line."""
+        from tensorboardX.proto.event_pb2 import Event
+
+        assert self.writer is not None
         try:
-            yield self.writer
-            if self.writer is not None:
-                self.writer.flush()
+            self.writer.write_event(Event(wall_time=time.time(), step=step, **content))
+            self.writer.flush()
         except OSError as error:
             raise DaleError(f"cannot write {self.folder}/events.*: {error.strerror or error}") from error
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Write the configuration as text, and the layout."""
         self.config = flat(config)
-        with self._writing() as writer:
-            if writer is not None:
-                writer.add_text("configuration", "\n".join(f"    {k}: {v}" for k, v in self.config.items()), 0)
-                writer.add_custom_scalars(LAYOUT)
+        if self.writer is None:
+            return
+        from tensorboardX.summary import custom_scalars, text
+
+        lines = "\n".join(f"    {k}: {v}" for k, v in self.config.items())
+        self._write(0, summary=text("configuration", lines))
+        self._write(0, summary=custom_scalars(LAYOUT))
 
     def epoch(self, record: Mapping[str, Any]) -> None:
         """Write an epoch's numbers."""
-        with self._writing() as writer:
-            if writer is not None:
-                for name, value in scalars(record).items():
-                    writer.add_scalar(name, value, record["epoch"])
+        self._scalars(scalars(record), record["epoch"])
+
+    def _scalars(self, values: Mapping[str, float], step: int) -> None:
+        if self.writer is None:
+            return
+        from tensorboardX.summary import scalar
+
+        for name, value in values.items():
+            self._write(step, summary=scalar(name, value))
 
     def images(self, name: str, image: Image, step: int) -> None:
         """Write a picture."""
-        with self._writing() as writer:
-            if writer is not None:
-                writer.add_image(name, image, step, dataformats="HWC")
+        if self.writer is None:
+            return
+        from tensorboardX.summary import image as picture
+
+        self._write(step, summary=picture(name, image, dataformats="HWC"))
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Write hyperparameters with results, and close the file."""
         if self.writer is None:
             return
         if summary is not None:
-            with self._writing() as writer:
-                found = results(summary)
-                self._hyperparameters(writer, found)
-                for name, value in found.items():
-                    writer.add_scalar(name, value, int(summary.get("epochs", 0)))
+            from tensorboardX.summary import hparams
+
+            found = results(summary)
+            settings = {name: value for name, value in self.config.items() if not name.endswith(("type", "format"))}
+            for part in hparams(settings, dict(found)):
+                self._write(0, summary=part)
+            self._scalars(found, int(summary.get("epochs", 0)))
         with contextlib.suppress(OSError):  # of a full disk, which was reported when it filled
             self.writer.close()
-
-    def _hyperparameters(self, writer: Any, found: Mapping[str, float]) -> None:
-        # add_hparams would open a second run in a folder of its own; these are its records, in this run's file
-        from tensorboardX.summary import hparams
-
-        settings = {name: value for name, value in self.config.items() if not name.endswith(("type", "format"))}
-        for summary in hparams(settings, dict(found)):
-            writer.file_writer.add_summary(summary)
 
 
 class WeightsAndBiases(Logger):

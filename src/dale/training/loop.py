@@ -29,9 +29,10 @@ from dale.training import distributed
 from dale.training.averaging import has_batchnorm, reestimate_batchnorm
 from dale.training.config import RunConfig
 from dale.training.diagnosis import stuck
+from dale.training.loggers import Logger
 from dale.training.optimisers import set_learning_rate
 from dale.training.parallel import share_buffers
-from dale.training.progress import Progress, TensorBoard
+from dale.training.progress import Progress
 from dale.training.runs import RunFolder, save_model
 from dale.training.state import TrainState
 from dale.training.steps import PlainStep
@@ -84,7 +85,7 @@ class Trainer:
     step: PlainStep
     device: torch.device
     progress: Progress
-    board: TensorBoard
+    board: Logger
 
     def __post_init__(self) -> None:
         self.training = self.config.training

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -150,15 +149,11 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
-        values = values.clone()
-        dist.all_reduce(values)
-        return values
+        return distributed.reduce_(values.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous().clone()
-        dist.all_reduce(gradient)
-        return gradient
+        return distributed.reduce_(gradient.contiguous().clone())
 
 
 def _sum(values: Tensor) -> Tensor:

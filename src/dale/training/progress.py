@@ -1,18 +1,13 @@
-"""Telling people what happens: a bar on a terminal or in a notebook, a line an epoch in a pipe, and TensorBoard."""
+"""Telling people what happens: a bar on a terminal or in a notebook, a line an epoch in a pipe."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-import time
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tqdm.auto import tqdm
-
-from dale.errors import DaleError
 
 
 def _interactive() -> bool:
@@ -91,60 +86,3 @@ class Progress:
             self.bar.write(line, file=sys.stderr)
         else:
             print(line, file=sys.stderr, flush=True)
-
-
-class TensorBoard:
-    """Scalars of every epoch in TensorBoard's format; `after` drops what a resumed run will write again.
-
-    Without a folder, as in all processes of a run but the first, nothing is written.
-    """
-
-    def __init__(self, folder: Path | None, after: int) -> None:
-        self.folder = folder
-        if folder is None:
-            self.writer = None
-            return
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto.event_pb2 import Event, SessionLog
-        except ImportError:  # an optional convenience on machines where nothing can be installed
-            self.writer = None
-            return
-        # not SummaryWriter: its thread and its work at exit meet a full disk with tracebacks of their own
-        self.writer = EventsWriter(str(folder / "events"))
-        self.writer.write_event(Event(step=after, session_log=SessionLog(status=SessionLog.START)))
-
-    def epoch(self, record: dict[str, Any]) -> None:
-        """Write an epoch's numbers."""
-        if self.writer is None:
-            return
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import scalar
-
-        try:
-            for name, value in _scalars(record):
-                event = Event(wall_time=time.time(), step=record["epoch"], summary=scalar(name, value))
-                self.writer.write_event(event)
-            self.writer.flush()
-        except OSError as error:
-            raise DaleError(f"cannot write {self.folder}/events.*: {error.strerror or error}") from error
-
-    def close(self) -> None:
-        """Close the file."""
-        if self.writer is not None:
-            with contextlib.suppress(OSError):  # of a full disk, which the last epoch has reported
-                self.writer.close()
-
-
-def _scalars(record: dict[str, Any]) -> list[tuple[str, float]]:
-    """The numbers of a record under names that group well."""
-    found = [(f"train/{key}", record[key]) for key in ("loss", "robust_loss", "nominal_loss", "learning_rate")]
-    found += [(f"train/{key}", record[key]) for key in ("clean_accuracy", "robust_accuracy")]
-    held = record.get("validation") or {}
-    found += [(f"validation/{key}", held.get(key)) for key in ("clean_accuracy", "robust_accuracy", "nominal_loss")]
-    for constraint in record["constraints"]:
-        for key in ("multiplier", "violation", "measure"):
-            for group, value in enumerate(constraint[key]):
-                suffix = f"/{group}" if len(constraint[key]) > 1 else ""
-                found.append((f"constraint/{constraint['name']}/{key}{suffix}", value))
-    return [(name, value) for name, value in found if _is_number(value)]

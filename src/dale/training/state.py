@@ -84,8 +84,8 @@ class TrainState:
             self.history = list(facts["history"])
             device = next(self.model.parameters()).device
             self.totals = {name: value.to(device) for name, value in rooms.get("totals", {}).items()}
-        except (KeyError, RuntimeError, ValueError, TypeError) as error:
-            reason = str(error).splitlines()[0]
+        except (KeyError, RuntimeError, ValueError, TypeError, OverflowError, AttributeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(f"{where} does not belong to this run's model and objective: {reason}") from error
 
     def _restore_optimiser(self, saved: dict[str, Tensor]) -> None:

@@ -1,0 +1,167 @@
+"""Several processes do what one does: the same losses, multipliers, weights and counts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import shared_work
+from dale.errors import UsageError
+from dale.training import distributed
+from dale.training.config import Training
+from dale.training.steps import merged
+from processes import start
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> bool:
+    return all(torch.allclose(a[k].double(), b[k].double(), rtol=tolerance, atol=tolerance) for k in a)
+
+
+def test_two_processes_are_one_over_fifty_steps(tmp_path):
+    """The same losses to float32 rounding, the batch of 31 shared as 15 and 16; multipliers of ten classes."""
+    alone = shared_work.steps(50)
+    both = start(tmp_path, 2, "shared_work", "steps", count=50).results()
+    assert both[0]["shares"] == [15] * 50
+    assert both[1]["shares"] == [16] * 50
+    torch.testing.assert_close(torch.tensor(both[0]["losses"]), torch.tensor(alone["losses"]), rtol=2e-6, atol=2e-6)
+    assert close(both[0]["weights"], alone["weights"], 1e-5)
+    assert close(both[0]["average"], alone["average"], 1e-5)
+    torch.testing.assert_close(torch.tensor(both[0]["multipliers"]), torch.tensor(alone["multipliers"]))
+    # between the processes nothing may differ at all
+    assert both[0]["multipliers"] == both[1]["multipliers"]
+    assert both[0]["losses"] == both[1]["losses"]
+    for name, weight in both[0]["weights"].items():
+        assert torch.equal(weight, both[1]["weights"][name]), name
+
+
+def test_two_processes_with_synchronised_batchnorm_are_one_over_fifty_steps(tmp_path):
+    alone = shared_work.steps(50, norm=True)
+    both = start(tmp_path, 2, "shared_work", "steps", count=50, norm=True, sync=True).results()
+    torch.testing.assert_close(torch.tensor(both[0]["losses"]), torch.tensor(alone["losses"]), rtol=1e-5, atol=5e-6)
+    assert close(both[0]["weights"], alone["weights"], 1e-4)  # running statistics among them
+    for name, weight in both[0]["weights"].items():
+        assert torch.equal(weight, both[1]["weights"][name]), name
+
+
+def test_local_batchnorm_differs_but_the_state_stays_the_same_everywhere(tmp_path):
+    alone = shared_work.steps(6, norm=True)
+    both = start(tmp_path, 2, "shared_work", "steps", count=6, norm=True).results()
+    assert abs(both[0]["losses"][-1] - alone["losses"][-1]) > 1e-4  # each normalises by its own half of the batch
+    for name, weight in both[0]["weights"].items():
+        assert torch.equal(weight, both[1]["weights"][name]), name
+    running = both[0]["weights"]["body.1.running_mean"]
+    torch.testing.assert_close(running, alone["weights"]["body.1.running_mean"], rtol=0.2, atol=0.02)
+
+
+@pytest.mark.parametrize("frequency", ["step", "epoch"])
+def test_three_processes_and_accumulation_and_dual_ascent_per_epoch(tmp_path, frequency):
+    alone = shared_work.steps(4, frequency=frequency)
+    three = start(tmp_path, 3, "shared_work", "steps", count=4, accumulate=4, frequency=frequency).results()
+    assert [r["shares"][0] for r in three] == [10, 10, 11]
+    assert close(three[0]["weights"], alone["weights"], 1e-5)
+    torch.testing.assert_close(torch.tensor(three[0]["ascended"]), torch.tensor(alone["ascended"]))
+    assert three[0]["ascended"] == three[1]["ascended"] == three[2]["ascended"]
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch():
+    """Five parts of a batch of 31, none of them equal in size to all others, and one ascent of the multipliers."""
+    whole, parts = shared_work.steps(1), shared_work.steps(1, accumulate=5)
+    for a, b in zip(whole["gradients"], parts["gradients"], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(torch.tensor(whole["multipliers"]), torch.tensor(parts["multipliers"]))
+    assert whole["losses"][0] == pytest.approx(parts["losses"][0], rel=1e-6)
+
+
+def test_more_parts_than_examples_are_refused():
+    with pytest.raises(UsageError, match="accumulate must lie between 1 and the batch size 8, got 9"):
+        Training(batch_size=8, accumulate=9)
+    assert merged([step := object()]) is step  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("count", [1, 37])
+def test_validation_is_shared_with_exact_counts(tmp_path, count):
+    """37 examples are 18 and 19, in batches of 16; of one example one process has none."""
+    alone = shared_work.held_out(count)
+    both = start(tmp_path, 2, "shared_work", "held_out", count=count).results()
+    for found in both:
+        torch.testing.assert_close(found["logits"], alone["logits"], rtol=1e-5, atol=1e-6)
+        assert torch.equal(found["labels"], alone["labels"])
+        assert found["seen"].clean == alone["seen"].clean
+        assert found["seen"].robust == alone["seen"].robust
+        for mine, theirs in zip(found["seen"].measures, alone["seen"].measures, strict=True):
+            assert torch.equal(mine.members, theirs.members)
+
+
+def test_an_evaluation_is_shared_with_the_outcome_of_every_example(tmp_path):
+    """83 examples in chunks of 16, the last of them uneven, over two processes; then over three."""
+    alone = shared_work.attacked(83)
+    assert 0 < alone["worst"] < alone["n"]
+    for size in (2, 3):
+        for found in start(tmp_path / str(size), size, "shared_work", "attacked", count=83).results():
+            assert found == alone
+
+
+def test_a_checkpoint_of_two_processes_resumes_on_one_and_on_three(tmp_path):
+    """Stopped in the middle of an epoch by a signal to one process; the last weights are those of the whole run."""
+    whole = shared_work.trained(str(tmp_path / "whole"))
+    sleepy = (
+        "import dale.training.steps as s, time; f = s.add_totals; s.add_totals = lambda *a: (time.sleep(0.05), f(*a))"
+    )
+    results = []
+    for size in (0, 3):
+        folder = tmp_path / str(size)
+        group = start(folder, 2, "shared_work", "trained", out="run", before=sleepy)
+        group.wait_until(lambda folder=folder: any(folder.glob("run/checkpoints/step-*.safetensors")))
+        os.kill(group.members[1].pid, signal.SIGTERM)
+        assert group.wait() == [1, 1]  # the exception ends the process; the command line gives it a code of its own
+        assert "nothing is lost" in group.err(0)
+        assert "nothing is lost" in group.err(1)
+        assert not (folder / "run" / "summary.json").exists()
+        resumed = start(folder, size, "shared_work", "trained", out="run", resume=True).results()
+        assert all(close(r["weights"], whole["weights"], 1e-4) for r in resumed)
+        results.append(resumed[0]["summary"])
+    for summary in results:
+        assert summary["selected_epoch"] == whole["summary"]["selected_epoch"]
+        assert summary["multipliers"][0] == pytest.approx(whole["summary"]["multipliers"][0], rel=1e-3)
+
+
+def test_messages(tmp_path):
+    for found in start(tmp_path, 3, "shared_work", "messages").results():
+        assert found["total"] == [6.0, [[30.0], [30.0]]]
+        assert found["added"] == [3 * 2**40 + 3]
+        assert found["agreed"] == 15
+        assert found["gathered"] == [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+        assert found["told"] == "naïve"
+        assert found["silence"] == ""
+
+
+def test_an_error_of_the_first_process_is_everybodys(tmp_path):
+    for found in start(tmp_path, 2, "shared_work", "refused", message="no --out").results():
+        assert found == ["UsageError", "no --out"]
+
+
+def test_alone_nothing_is_sent(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert not distributed.launched()
+    with distributed.connected("cpu") as place:
+        assert not distributed.active()
+        assert place == torch.device("cpu")
+        tensor = torch.ones(2)
+        assert distributed.total(tensor)[0] is tensor
+        assert distributed.gathered(tensor) is tensor
+        assert distributed.agreed(3) == 3
+        assert distributed.told("here") == "here"
+
+
+def test_a_device_by_number_is_refused_under_torchrun(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="each process takes a GPU of its own; give cuda or cpu"):
+        distributed.local_device("cuda:1")
