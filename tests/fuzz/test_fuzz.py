@@ -58,7 +58,7 @@ def test_the_fuzzer_sees_what_is_wrong(tmp_path, monkeypatch):
         monkeypatch.setitem(fuzzer.TARGETS, "bad", lambda read=read: fuzzer.Target(read, [([b"x"], bytes)]))
         assert fuzzer.fuzz("bad", 1, keep=None)["failed"] == 1
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(fuzzer.__file__).parent)!r}); import fuzzer; from pathlib import Path\n"
+        f"import sys; sys.path.insert(0, {str(Path(fuzzer.__file__).parent)!r}); import fuzzer\n"
         "def eat(path): bytearray(8 * 2**30)\n"
         "fuzzer.TARGETS['bad'] = lambda: fuzzer.Target(eat, [([b'x'], bytes)])\n"
         "fuzzer.bound_memory(); print(fuzzer.fuzz('bad', 1, keep=None)['failures'])"

@@ -78,7 +78,7 @@ def options_of(row: Row) -> dict[str, Any]:
     }
 
 
-def build(name: str, perturbations: PerturbationSet | None, **options: Any) -> Objective:
+def build(name: str, perturbations: PerturbationSet | None, /, **options: Any) -> Objective:
     """Return the objective of a named row for a set, refusing options that the row does not take."""
     row = find_row(name)
     valid = options_of(row)
