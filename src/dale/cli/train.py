@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
         config, out = _resumed(args)
     else:
         config, out = build_config(args), args.out
-    _check_early(args)
+    check_early(args)
     done = [_train(args, config, out)]
     for name in args.compare:
         from dale.training.recipes import with_algorithm
@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_early(args: argparse.Namespace) -> None:
+def check_early(args: argparse.Namespace) -> None:
     """Refuse now what would otherwise fail after an hour of training."""
     from dale.algorithms import find_row
     from dale.attacks import parse
