@@ -187,7 +187,8 @@ class Trainer:
         state.average.copy_buffers(state.model)
         if not has_batchnorm(state.model):
             return
-        count = min(len(self.loader), math.ceil(REESTIMATE / self.loader.batch_size))
+        # an eighth of the epoch at most: perturbing these images costs as much as training on them
+        count = min(max(1, len(self.loader) // 8), math.ceil(REESTIMATE / self.loader.batch_size))
         key = self.key.fold("statistics").fold(state.epoch)
         runs = []
         for number, batch in enumerate(self.loader.epoch(state.epoch - 1, start=len(self.loader) - count)):
