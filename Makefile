@@ -2,32 +2,44 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# set-up happens once: for running, and on top of it for developing
+RUN := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test verify lint bench clean
+.PHONY: demo test verify lint bench docs pictures clean
 
-$(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("dale needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+$(RUN): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("dale needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (once; torch is a large download) ..."
+	@$(PIP) -e .
+	@touch $@
 
-demo: $(STAMP)
-	$(BIN)/dale train
+$(DEV): $(RUN)
+	@echo "Installing the tools of the tests ..."
+	@$(PIP) -e '.[dev]'
+	@touch $@
 
-lint: $(STAMP)
+demo: $(RUN)
+	$(BIN)/dale train --compare erm pgd
+
+lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-verify: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m verify
+verify: $(DEV)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m verify --timeout 900
 
-bench: $(STAMP)
+bench: $(DEV)
 	$(BIN)/python benchmarks/run.py
 
+pictures: $(DEV)
+	$(BIN)/python docs/pictures.py
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis site
