@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 MAX_NODES = 100_000  # a configuration has hundreds of values; a file with more, written out, is not one
 MAX_DEPTH = 100
+MAX_TEXT = 2**20  # characters of YAML: reading takes seconds per million
 
 # Rooms whose import makes their components known by name.
 _ROOMS = (
@@ -252,6 +253,8 @@ def dump_yaml(value: Any) -> str:
 
 def parse_yaml(text: str, where: str = "config") -> Any:
     """Read YAML safely: plain values only, with one clear line for what cannot be read."""
+    if len(text) > MAX_TEXT:
+        raise UsageError(f"{where}: not a configuration: it has {len(text)} characters, more than {MAX_TEXT}")
     try:
         plain = yaml.load(text, _Loader)  # a safe loader: it builds plain values only
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -28,7 +28,7 @@ from dale.files import read_text
 MAX_RUNS = 10_000
 PARTS = ("base", "grid", "include", "exclude")
 OURS = frozenset({"out", "resume", "quiet", "trust", "help"})  # options that the sweep itself gives to a run
-CLOSING = ("attacks", "examples", "no_evaluate", "compare", "device", "data_dir")  # may accompany --resume
+CLOSING = ("attacks", "examples", "no_evaluate", "no_report", "compare", "device", "fast", "log", "data_dir")
 _PATHS = frozenset({"dataset", "init", "config", "data_dir"})  # options whose text is a path, and never code
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]")  # package.module:Name, anywhere in a text
 _SLUG = 80

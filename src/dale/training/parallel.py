@@ -23,8 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dale.batch import Batch
 from dale.constraints import Violation
+from dale.errors import NumericsError
 from dale.modes import evaluating
 from dale.objectives import Duals, Objective, Step
+from dale.random import Key
 from dale.training import distributed
 from dale.training.state import TrainState
 from dale.training.steps import PlainStep
@@ -77,6 +79,15 @@ class DistributedStep(PlainStep):
             **_KEEP_BUFFERS,
             find_unused_parameters=unused,
         )
+
+    def perturb(self, model: nn.Module, batch: Batch, key: Key) -> Tensor | None:
+        """Draw perturbations; where this process alone cannot, its loss is NaN, and all of them stop together."""
+        try:
+            return super().perturb(model, batch, key)
+        except NumericsError:
+            assert self.objective.perturbations is not None
+            shape = self.objective.perturbations.shape(tuple(batch.images.shape[1:]))
+            return batch.images.new_full((1, len(batch), *shape), torch.nan)
 
     def lagrangian(self, state: TrainState, batch: Batch, delta: Tensor | None) -> Step:
         """Evaluate the Lagrangian inside DistributedDataParallel."""
