@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,7 +64,7 @@ def load_dataset(
             raise unknown("dataset", text, (*DATASETS, "FILE.npz", "FOLDER"))
         known, defaults = path.resolve().stem, {}
     require(isinstance(seed, int), f"seed must be an integer, got {seed!r}")
-    return split_dataset(
+    data = split_dataset(
         known,
         pool,
         test,
@@ -74,6 +75,7 @@ def load_dataset(
         certification_size=defaults.get("certification") if certification_size is None else certification_size,
         test_size=defaults.get("test") if test_size is None else test_size,
     )
+    return replace(data, source=text if known not in DATASETS else known)
 
 
 def _fold(name: str) -> str:

@@ -112,6 +112,7 @@ class Dataset:
 
     `train` is for descent, `validation` for selection and tightening, `certification` for the certificates only,
     and `test` for the final evaluation only. `image_shape` is (C, H, W); `num_groups` is 0 where there are none.
+    `source` and `seed` are what `load_dataset` was asked for, so that a run can say which data it was trained on.
     """
 
     name: str
@@ -123,6 +124,8 @@ class Dataset:
     class_names: tuple[str, ...]
     image_shape: tuple[int, int, int]
     num_groups: int = 0
+    source: str | None = None
+    seed: int = 0
 
     def __repr__(self) -> str:
         sizes = "/".join(str(len(s)) for s in (self.train, self.validation, self.certification, self.test))
@@ -180,7 +183,16 @@ def split_dataset(
     groups = [part.groups for part in (pool, test) if part.groups is not None]
     num_groups = 1 + max((int(g.max()) for g in groups), default=-1)
     return Dataset(
-        name, train, validation, certification, test, pool.num_classes, names, (channels, height, width), num_groups
+        name,
+        train,
+        validation,
+        certification,
+        test,
+        pool.num_classes,
+        names,
+        (channels, height, width),
+        num_groups,
+        seed=seed,
     )
 
 

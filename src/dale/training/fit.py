@@ -180,10 +180,12 @@ def _config(
         name = getattr(model, "dale_name", None) or import_path(type(model))
         config = RunConfig(
             data=DataConfig(
-                dataset=data.name,
+                dataset=data.source or data.name,
                 train_size=len(data.train),
                 validation_size=len(data.validation),
                 certification_size=len(data.certification),
+                test_size=len(data.test),
+                seed=data.seed,
             ),
             model=ModelConfig(name=name, activation=getattr(model, "dale_activation", "relu")),
             objective=objective,
