@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ def run_on_ray(
         raise UsageError("--ray needs Ray: pip install 'dale[ray]'") from error
     waiting = [place for place in places if not place.finished]
     errors: dict[str, str] = {}
+    _reach(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises many kinds
@@ -58,6 +60,18 @@ def run_on_ray(
     finally:
         ray.shutdown()
     return errors
+
+
+def _reach(address: str) -> None:
+    """Knock at the cluster's door first: Ray ends the whole process where nobody answers."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdigit():
+        return  # `auto` and the like
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DaleError(f"cannot reach a Ray cluster at {address!r}: {reason}") from error
 
 
 def _task(launch: Launch, place: Place) -> str | None:
