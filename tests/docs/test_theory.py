@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -88,6 +89,20 @@ def test_the_same_bytes_again(pictures: ModuleType, tmp_path: Path) -> None:
         patch.setattr(pictures, "PICTURES", {"primal-dual-path.svg": pictures.draw_path})
         first, second = (pictures.write_pictures(tmp_path / name)[0].read_bytes() for name in ("one", "two"))
     assert first == second
+
+
+def test_the_table_of_measurements_is_that_of_the_results() -> None:
+    summary = json.loads((ROOT / "benchmarks" / "results" / "optimal.json").read_text())["summary"]
+    assert len(summary) == 3
+    for name, found in summary.items():
+        robust, clean = (
+            f"{100 * found[key]['mean']:.1f} ± {100 * found[key]['standard_deviation']:.1f}%"
+            for key in ("robust_accuracy", "clean_accuracy")
+        )
+        loss = f"{found['validation_loss']['mean']:.3f} (at most {found['validation_loss']['largest']:.3f})"
+        test = f"{found['test_loss']['mean']:.3f}"
+        assert f"| {name} | {robust} | {clean} | {loss} | {test} | {found['multiplier']['mean']:.2f} |" in TEXT
+        assert (found["seeds"], found["validation_loss_within_rho"]) == (5, 5)
 
 
 def test_the_convex_problem_of_the_picture_is_solved(pictures: ModuleType) -> None:
