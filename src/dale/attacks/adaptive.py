@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from dale import random
 from dale.attacks.apgd import AutoPGD, SparseAutoPGD
 from dale.attacks.base import Attack, Budget, Hunt
 from dale.attacks.gradient import LOSSES, finish
@@ -104,7 +105,9 @@ class APGD(Attack):
         if not isinstance(hunt.perturbations, L1):
             finish(hunt, Chain(kernel=AutoPGD(), steps=self.steps, start="uniform"), key, look=False)
             return
-        ball, start = hunt.perturbations, None
+        ball = hunt.perturbations
+        # noise far outside the ball, projected: a start in few coordinates, where the solutions are too
+        start = random.normal(key.fold("start"), hunt.index, hunt.shape).to(hunt.x)
         left = self.steps
         for factor, share in _L1_RADII:
             last = factor == 1.0
@@ -118,4 +121,4 @@ class APGD(Attack):
             found = finish(part, chain, key.fold(f"{factor}"), look=False, start=start)
             if not last:
                 hunt.found.gradients += part.found.gradients
-                start = found
+            start = found

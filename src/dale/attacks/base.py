@@ -114,6 +114,21 @@ class Hunt(Problem):
         self.note(delta, logits)
         return logits
 
+    def query_rows(self, delta: Tensor, rows: Tensor) -> None:
+        """Ask for some of the examples alone (places in this batch), remembering their margins."""
+        self.found.queries += len(rows)
+        moved, labels = delta[rows], self.batch.labels[rows]
+        with torch.no_grad():
+            logits = self.model(self.perturbations.apply(self.x[rows], moved))
+        margin = _MARGIN(logits, None, labels).nan_to_num(nan=torch.inf)
+        better = (margin > self.margin[rows]).nonzero().squeeze(1)
+        if len(better) > 0:
+            places, margin = rows[better], margin[better]
+            self.best = self.best.index_copy(0, places, moved[better])
+            self.margin = self.margin.index_copy(0, places, margin)
+            fallen = margin > self.slack * logits[better].abs().amax(dim=1)
+            self.fallen = self.fallen.index_copy(0, places, self.fallen[places] | fallen)
+
     def note(self, delta: Tensor, logits: Tensor) -> None:
         """Remember delta where its margin is the largest so far."""
         margin = _MARGIN(logits, None, self.batch.labels).nan_to_num(nan=torch.inf)

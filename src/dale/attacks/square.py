@@ -14,11 +14,12 @@ from dale.attacks.base import Attack, Budget, Hunt
 from dale.errors import UsageError, require
 from dale.perturbations import L1, L2, Linf, PerturbationSet
 from dale.random import Key
+from dale.samplers import State
 
 QUERIES = 5000
 _FIRST_SHARE = 0.8  # of the image that the first squares cover
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # queries after which the share is halved
-_WORTH_SKIPPING = 0.1
+_BLOCK = 50  # queries whose random numbers are drawn at once
 
 
 def side_of(number: int, height: int, width: int, smallest: int = 1) -> int:
@@ -98,43 +99,45 @@ class Square(Attack):
         return Budget(steps=self.queries, queries=self.queries + 1)
 
     def search(self, hunt: Hunt, number: int, key: Key) -> None:
-        """Search."""
+        """Search. Random numbers are drawn for many queries at once: the draws, not the model, would take the time."""
         flat = isinstance(hunt.perturbations, Linf)
         hunt.query(self._stripes(hunt, key.fold("start")) if flat else self._tiles(hunt, key.fold("start")))
+        state: State = {"index": hunt.index}
+        if flat:
+            corner = hunt.perturbations.radius * torch.ones_like(hunt.x)
+            state |= {"low": hunt.project(-corner), "high": hunt.project(corner)}
         for query in range(self.queries):
-            hunt, _ = hunt.shed({})
+            hunt, state = hunt.shed(state)
             if len(hunt.batch) == 0:
                 return
-            propose = self._square if flat else self._move
-            self._ask(hunt, propose(hunt, query, key.fold(query)))
+            block, place = divmod(query, _BLOCK)
+            if place == 0:
+                state["draws"] = random.uniform(key.fold(block), hunt.index, (_BLOCK, 5 + hunt.x.shape[1]))
+            draw = state["draws"][:, place]
+            self._ask(hunt, self._square(hunt, state, query, draw) if flat else self._move(hunt, query, draw))
         hunt.settle()
 
     def _ask(self, hunt: Hunt, proposal: Tensor) -> None:
-        if proposal.device.type == "cpu":
-            rows = (proposal != hunt.best).flatten(1).any(dim=1).nonzero().squeeze(1)
-            if len(rows) == 0:
-                return
-            if len(rows) < (1.0 - _WORTH_SKIPPING) * len(proposal):
-                part = hunt.split(rows)
-                part.query(proposal[rows])
-                hunt.absorb(rows, part)
-                return
-        hunt.query(proposal)
+        if proposal.device.type != "cpu":  # where asking which proposals change something costs more than it saves
+            hunt.query(proposal)
+            return
+        rows = (proposal != hunt.best).flatten(1).any(dim=1).nonzero().squeeze(1)
+        if len(rows) > 0:
+            hunt.query_rows(proposal, rows)
 
     def _stripes(self, hunt: Hunt, key: Key) -> Tensor:
         channels, _, width = hunt.x.shape[1:]
         sign = _signs(random.uniform(key, hunt.index, (channels, 1, width))).to(hunt.x)
         return hunt.project(hunt.perturbations.radius * sign.expand_as(hunt.x))
 
-    def _square(self, hunt: Hunt, query: int, key: Key) -> Tensor:
+    def _square(self, hunt: Hunt, state: State, query: int, draw: Tensor) -> Tensor:
         channels, height, width = hunt.x.shape[1:]
         side = side_of(query, height, width)
-        draw = random.uniform(key, hunt.index, (2 + channels,))
         _, rows = window((draw[:, 0] * (height - side + 1)).long(), side, height)
         _, columns = window((draw[:, 1] * (width - side + 1)).long(), side, width)
         inside = (rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)
-        sign = _signs(draw[:, 2:]).to(hunt.x).view(-1, channels, 1, 1)
-        return hunt.project(torch.where(inside, hunt.perturbations.radius * sign, hunt.best))
+        up = (draw[:, 5:] < 0.5).view(-1, channels, 1, 1)
+        return torch.where(inside, torch.where(up, state["high"], state["low"]), hunt.best)
 
     def _tiles(self, hunt: Hunt, key: Key) -> Tensor:
         channels, height, width = hunt.x.shape[1:]
@@ -148,11 +151,10 @@ class Square(Attack):
         delta[:, :, top : top + down * side, left : left + across * side] = body
         return self._fill(hunt, delta)
 
-    def _move(self, hunt: Hunt, query: int, key: Key) -> Tensor:
+    def _move(self, hunt: Hunt, query: int, draw: Tensor) -> Tensor:
         channels, height, width = hunt.x.shape[1:]
         order = 2 if isinstance(hunt.perturbations, L2) else 1
         side = side_of(query, height, width, smallest=3)
-        draw = random.uniform(key, hunt.index, (5 + channels,))
         r, rows = window((draw[:, 0] * (height - side + 1)).long(), side, height)
         c, columns = window((draw[:, 1] * (width - side + 1)).long(), side, width)
         _, rows2 = window((draw[:, 2] * (height - side + 1)).long(), side, height)
