@@ -210,7 +210,7 @@ def test_rows_of_k_draws_are_ordered():
         ("term", {}),
         ("cvar", {}),
         ("worst-of-k", {}),
-        ("dale-optimal", {"rho": 9.0, "loss": "cross-entropy", "num_samples": 10}),
+        ("dale-optimal", {"rho": 9.0, "loss": "cross-entropy", "candidates": "uniform", "num_samples": 10}),
     ):
         row = build(name, BALL, **options)
         losses[name] = row(model, batch.images, batch.labels, row.initial_duals(), key=3).robust.item()

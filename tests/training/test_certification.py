@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import dale
 from dale.certificates import certify_nominal
-from dale.errors import DataError
+from dale.errors import DataError, UsageError
 from dale.losses import CrossEntropy
 from dale.training import Validation
 from dale.training.certification import certify_run, fingerprint
@@ -32,7 +33,14 @@ def _run(path: Path, data: dale.Dataset, **options: Any) -> dale.Run:
 
 
 @pytest.mark.parametrize(
-    "options", [{"rho": 0.5}, {"min_accuracy": 0.6}, {"rho": 0.5, "by": "class"}, {"rho": 0.5, "min_accuracy": 0.5}]
+    "options",
+    [
+        {"rho": 0.5},
+        {"rho": 12.0},
+        {"min_accuracy": 0.6},
+        {"rho": 0.5, "by": "class"},
+        {"rho": 0.5, "min_accuracy": 0.5},
+    ],
 )
 def test_the_promise_is_what_is_certified(options: dict[str, Any], tmp_path: Path) -> None:
     data = dale.load_dataset("digits", **SIZES)
@@ -45,12 +53,30 @@ def test_the_promise_is_what_is_certified(options: dict[str, Any], tmp_path: Pat
         rho=options.get("rho"),
         min_accuracy=options.get("min_accuracy"),
         alpha=0.1,
-        clip=10.0,
+        clip=24.0 if options.get("rho") == 12.0 else 4.0,
         groups=labels.numpy() if "by" in options else None,
         method="betting",
     )
     assert certificate is not None
     assert certificate.to_plain() == expected.to_plain()
+
+
+def test_of_several_promises_the_highest_is_certified_for_every_class(tmp_path: Path) -> None:
+    data = dale.load_dataset("digits", **SIZES)
+    promises = (0.99, *(0.05 for _ in range(9)))
+    certificate = certify_run(_run(tmp_path / "run", data, min_accuracy=promises, by="class"), data)
+    assert certificate is not None
+    assert certificate.min_accuracy == pytest.approx(0.99)
+    assert certificate.holds is False
+
+
+def test_a_class_without_a_held_out_example_is_named(tmp_path: Path) -> None:
+    data = dale.load_dataset("digits", **SIZES)
+    run = _run(tmp_path / "run", data, rho=0.5, by="class")
+    run.summary.pop("splits")
+    some = replace(data, certification=data.certification.take((data.certification.labels != 3).nonzero()[:, 0]))
+    with pytest.raises(UsageError, match=r"no certification example of class \[3\]"):
+        certify_run(run, some)
 
 
 def test_a_row_without_a_promise_has_no_certificate(tmp_path: Path) -> None:

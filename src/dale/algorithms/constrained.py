@@ -11,7 +11,7 @@ from dale.errors import require, unknown
 from dale.losses import KL, CrossEntropy, Loss
 from dale.objectives import Objective
 from dale.perturbations import PerturbationSet
-from dale.samplers import Sampler, UniformNoise, langevin
+from dale.samplers import Chain, Langevin, Sampler, UniformNoise, langevin
 
 
 def _limits(
@@ -118,8 +118,12 @@ def dale_optimal(
     by: Literal["all", "class", "group"] = "all",
     gamma: float | None = None,
     norm_budget: float | None = None,
-    num_samples: int = 8,
+    num_samples: int = 4,
+    candidates: Literal["chain", "uniform"] = "chain",
     loss: Literal["kl", "cross-entropy"] | Loss = "kl",
+    steps: int = 10,
+    step_size: float | None = None,
+    noise_scale: float = 1e-4,
     sampler: Sampler | None = None,
     dual_step_size: float | None = None,
     dual_initial: float = 0.5,
@@ -128,15 +132,25 @@ def dale_optimal(
 ) -> Objective:
     """DALE with K perturbations per example weighted by the closed form of lambda* (Proposition 3.2).
 
-    K uniform draws by default, for which the weights are exact in the limit; with a sampler of chains they are a
-    heuristic. Give gamma (smoothness) or norm_budget (E_uniform[lambda^2], between 1 and K; default K / 2).
+    The candidates are the last K states of dale's chain, on which the weights are a heuristic, or K uniform draws, for
+    which they are exact in the limit: on images, where no uniform draw comes near the worst case, that is augmentation
+    by noise and withstands no attack. Give gamma (smoothness) or norm_budget (E_uniform[lambda^2], between 1 and K;
+    default K / 2).
     """
+    if candidates not in ("chain", "uniform"):
+        raise unknown("candidates", candidates, ("chain", "uniform"))
+    if sampler is None and candidates == "uniform":
+        sampler = UniformNoise(num_samples=num_samples)
+    if sampler is None:
+        require(1 <= num_samples <= steps, f"num_samples, states of one chain, lies between 1 and steps={steps}")
+        kernel = Langevin(step_size=step_size, noise_scale=noise_scale)
+        sampler = Chain(kernel=kernel, steps=steps, keep="all", burn_in=steps - num_samples)
     if gamma is None and norm_budget is None:
         norm_budget = max(1.0, num_samples / 2)
     return Objective(
         name="dale-optimal",
         perturbations=perturbations,
-        sampler=sampler or UniformNoise(num_samples=num_samples),
+        sampler=sampler,
         perturbation_loss=_dale_loss(loss),
         robust_loss=_dale_loss(loss),
         aggregator=LambdaStar(gamma=gamma, norm_budget=norm_budget),

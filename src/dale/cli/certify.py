@@ -13,7 +13,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("--alpha", type=float, default=0.05, help="the statement fails with at most this probability")
-    parser.add_argument("--clip", type=float, default=10.0, help="B: the statement is about min(loss, B)")
+    parser.add_argument(
+        "--clip",
+        type=float,
+        help="B: the statement is about min(loss, B) (default: 4, or twice the limit where that is more)",
+    )
     parser.add_argument(
         "--method",
         choices=("betting", "empirical_bernstein", "hoeffding"),

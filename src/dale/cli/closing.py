@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dale.errors import UsageError
+
 if TYPE_CHECKING:
     from dale.data import Dataset
     from dale.perturbations import PerturbationSet
@@ -50,12 +52,16 @@ def close_run(
             out=run.path if distributed.is_main() else None,
             progress=progress and distributed.is_main(),
         )
-    certificate = certify_run(run, data)
+    try:
+        certificate = certify_run(run, data)
+        stated = None if certificate is None else certificate.to_plain()
+    except UsageError as error:  # a class without a held-out example, say: training is done all the same
+        stated = {"holds": None, "statement": f"There is no certificate: {error}."}
     if not distributed.is_main():
         return {}
     plain: dict[str, Any] = read_json(run.path / "evaluation.json")
-    if certificate is not None:
-        plain["certificate"] = certificate.to_plain()
+    if stated is not None:
+        plain["certificate"] = stated
         write_json(run.path / "evaluation.json", plain)
     artefacts = write_artefacts(run, data, run.path)
     if artefacts is not None:

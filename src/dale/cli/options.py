@@ -33,6 +33,7 @@ ROW_OPTIONS: dict[str, tuple[str, str]] = {
     "nu": ("NU", "fixed multiplier of dale-fixed"),
     "gamma": ("GAMMA", "smoothness of lambda* (dale-optimal)"),
     "norm_budget": ("BUDGET", "norm budget of lambda* instead of gamma"),
+    "candidates": ("chain|uniform", "what lambda* weighs (dale-optimal): last states of the chain, or uniform draws"),
     "num_samples": ("K", "perturbations per example (dale-optimal, worst-of-k, cvar, term)"),
     "t": ("T", "tilt (term)"),
     "robust_loss": ("LOSS", "robust loss of augment, fgsm and pgd"),

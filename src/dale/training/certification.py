@@ -6,12 +6,13 @@ import hashlib
 
 from dale.certificates import Method, NominalCertificate, certify_nominal
 from dale.data import Dataset, Split
-from dale.errors import DataError
+from dale.errors import DataError, require
 from dale.losses import CrossEntropy
 from dale.training.runs import Run
 from dale.training.validation import predict
 
-ALPHA, CLIP = 0.05, 10.0
+ALPHA = 0.05
+CLIP = 4.0  # B by default, at least: twice the limit where that is more
 
 
 def fingerprint(split: Split) -> str:
@@ -34,9 +35,12 @@ def _require_untouched(run: Run, data: Dataset) -> None:
 
 
 def certify_run(
-    run: Run, data: Dataset, *, alpha: float = ALPHA, clip: float = CLIP, method: Method = "betting"
+    run: Run, data: Dataset, *, alpha: float = ALPHA, clip: float | None = None, method: Method = "betting"
 ) -> NominalCertificate | None:
-    """Certify the nominal loss and accuracy of a run on its certification split; None without a constraint."""
+    """Certify the nominal loss and accuracy of a run on its certification split; None without a constraint.
+
+    The statement is about min(loss, `clip`); the default clip depends on the limits alone, never on the data.
+    """
     if not run.objective.constraints:
         return None
     _require_untouched(run, data)
@@ -48,10 +52,20 @@ def certify_run(
     on_error = next((c for c in run.objective.constraints if c.on_accuracy), None)
     by = (on_loss or on_error or run.objective.constraints[0]).by
     member = {"all": None, "class": labels.numpy(), "group": groups.numpy()}[by]
-    rho = None if on_loss is None else _by_group(on_loss.limit)
-    accuracy = None if on_error is None else _promised(on_error.limit)
+    if member is not None:
+        expected = data.num_classes if by == "class" else data.num_groups
+        missing = sorted(set(range(expected)) - {int(g) for g in member})
+        require(not missing, f"no certification example of {by} {missing}: nothing can be said of it")
+    limits = () if on_loss is None else on_loss.limit if isinstance(on_loss.limit, tuple) else (on_loss.limit,)
     return certify_nominal(
-        losses, errors, rho=rho, alpha=alpha, clip=clip, groups=member, min_accuracy=accuracy, method=method
+        losses,
+        errors,
+        rho=None if on_loss is None else _by_group(on_loss.limit),
+        alpha=alpha,
+        clip=max((CLIP, *(2.0 * limit for limit in limits))) if clip is None else clip,
+        groups=member,
+        min_accuracy=None if on_error is None else _promised(on_error.limit),
+        method=method,
     )
 
 
@@ -62,4 +76,5 @@ def _by_group(limit: float | tuple[float, ...]) -> float | dict[int, float]:
 
 
 def _promised(limit: float | tuple[float, ...]) -> float:
-    return 1.0 - (max(limit) if isinstance(limit, tuple) else limit)
+    # of several promises the highest, for every group: what is then proven implies each
+    return 1.0 - (min(limit) if isinstance(limit, tuple) else limit)
