@@ -32,9 +32,8 @@ suppress_warnings = ["misc.highlighting_failure"]
 nitpicky = True  # a reference in a docstring or a signature that leads nowhere fails the build
 # names of other projects, whose documentation an offline build cannot read
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|np|npt|numpy|nn|optim|pathlib|os|collections|typing)\..*"),
+    (r"py:.*", r"(torch|np|npt|numpy|nn|optim|pathlib|os|subprocess|collections|typing)\..*"),
     (r"py:class", r"dale\.components\.T|dale\..*\._\w+"),  # a type variable; private bases
-    (r"py:class", r"dict\[str"),  # half of an annotation that Sphinx splits at its comma
 ]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -53,6 +52,13 @@ def literal_markdown(app: Sphinx, kind: str, name: str, thing: object, options: 
         else:
             out += [*_prose(paragraph).split("\n"), ""]
     lines[:] = out
+
+
+def readable_defaults(
+    app: Sphinx, kind: str, name: str, thing: object, options: object, signature: str | None, result: str | None
+) -> tuple[str | None, str | None]:
+    """A dataclass prints `<factory>` where a default is made anew, which no parser of signatures understands."""
+    return (signature and signature.replace("<factory>", "..."), result)
 
 
 def _prose(text: str) -> str:
@@ -100,5 +106,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Connect them."""
     app.add_directive("top-level", TopLevel)
     app.connect("autodoc-process-docstring", literal_markdown)
+    app.connect("autodoc-process-signature", readable_defaults)
     app.connect("source-read", notebook_as_markdown)
     return {"parallel_read_safe": True}

@@ -20,7 +20,7 @@ from dale.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 RUN = ("start", "own-data", "choose-rho", "report", "evaluate", "fast", "index")  # run here, block by block
-ELSEWHERE = {"extending", "theory", "scaling", "architecture", "numbers"}  # tests of their own, or no code at all
+ELSEWHERE = {"extending", "theory", "scaling", "architecture", "numbers"}  # tests below, or no code at all
 # Blocks that no test runs, each with its reason in the page; a new one is a decision that is taken here.
 NOT_RUN = {"start": 2, "report": 1, "fast": 1}
 EVALUATED = {"report"}  # pages whose later blocks read the closing evaluation of a training
@@ -97,7 +97,7 @@ def run_page(page: str, folder: Path, small: bool) -> None:
         if name := re.match(r"# (\w+\.py)\n", code):
             (folder / name[1]).write_text(code)
         if small:
-            code = re.sub(r", examples=\d+", "", code).replace("attacks=[", "examples=8, attacks=[")
+            code = re.sub(r", examples=\d+", "", code).replace("attacks=", "examples=8, attacks=")
             code = re.sub(r"\bepochs=\d+", "epochs=1, progress=False", code)
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(code, f"{page}.md", "exec"), session)
@@ -160,6 +160,31 @@ def test_the_blocks_on_extending_run_in_python_and_by_import_path(tmp_path: Path
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         assert (tmp_path / f"run{number}" / "model.safetensors").exists()
+
+
+def test_the_commands_on_scaling_are_ones_that_torchrun_and_dale_take(workplace: Path) -> None:
+    """Their machines are not at hand, and what they do has tests of its own; here: that they are spelt right."""
+    from torch.distributed.run import get_args_parser
+
+    from dale.cli import _parser
+    from dale.cli.sweep import train_options
+    from dale.experiments.sweep import read_sweep
+
+    page = blocks_of("scaling")
+    assert [block.language for block in page] == ["sh", "yaml", "sh"]
+    (workplace / "rho.yaml").write_text(page[1].code)
+    assert len(read_sweep(workplace / "rho.yaml", train_options())) == 9
+    lines = "".join(block.code for block in page if block.language == "sh").replace("\\\n", " ").splitlines()
+    commands = [words for line in lines if (words := shlex.split(line.partition("&&")[0], comments=True))]
+    assert len(commands) == 8
+    for program, *arguments in commands:
+        if program == "torchrun":
+            started = get_args_parser().parse_args(arguments)
+            assert (started.module, started.training_script) == (True, "dale")
+            arguments[:] = started.training_script_args
+        else:
+            assert program == "dale"
+        assert _parser(arguments[0]).parse_args(arguments).command in ("train", "sweep")
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.relative_to(DOCS)}" for p in DOCS.rglob("*.md"))])

@@ -28,6 +28,7 @@ MODULES = [
     "evaluation",
     "training",
     "sensitivity",
+    "experiments",
     "reports",
     "export",
 ]
