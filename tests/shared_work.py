@@ -47,22 +47,30 @@ def network(norm: bool) -> Net:
 
 
 def steps(
-    count: int, norm: bool = False, sync: bool = False, accumulate: int = 1, batch: int = 31, frequency: str = "step"
+    count: int,
+    norm: bool = False,
+    sync: bool = False,
+    accumulate: int = 1,
+    batch: int = 31,
+    frequency: str = "step",
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Train for `count` steps; the losses, multipliers and weights."""
     data = dale.load_dataset("digits", train_size=310)
     objective = algorithms.dale(dale.Linf(epsilon=0.1), dual_frequency=frequency, **ROW)
     model = network(norm)
-    with distributed.connected("cpu") as place, synchronised(model, sync):
+    with distributed.connected(device) as place, synchronised(model.to(place), sync):
         rank, size = distributed.rank(), distributed.world_size()
-        loader = Loader(data.train, batch, seed=0, rank=rank, world_size=size)
+        loader = Loader(data.train, batch, seed=0, device=place, rank=rank, world_size=size)
         if distributed.active():
             step: PlainStep = DistributedStep(objective, torch.float32, place, model, batch)
         else:
             step = PlainStep(objective, torch.float32, place)
         step.accumulate = accumulate
         optimiser = torch.optim.SGD(model.parameters(), lr=0.005 if norm else 0.02, momentum=0.9)
-        state = TrainState(model, optimiser, objective.initial_duals(10), AveragedModel(model, Averaging(decay=0.9)))
+        state = TrainState(
+            model, optimiser, objective.initial_duals(10, device=place), AveragedModel(model, Averaging(decay=0.9))
+        )
         losses, multipliers, shares = [], [], []
         model.train()
         for number in range(count):

@@ -165,3 +165,11 @@ def test_a_device_by_number_is_refused_under_torchrun(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="each process takes a GPU of its own; give cuda or cpu"):
         distributed.local_device("cuda:1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
+def test_nccl_with_one_process(tmp_path):
+    """One process on a GPU, through DistributedDataParallel and NCCL, trains what the plain step trains."""
+    found = start(tmp_path, 1, "shared_work", "steps", count=10, device="cuda").results()[0]
+    alone = shared_work.steps(10, device="cuda")
+    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(alone["losses"]), rtol=1e-4, atol=1e-5)
