@@ -116,7 +116,8 @@ def attacked(count: int) -> dict[str, Any]:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     labels = nn.functional.one_hot(data.train.labels, 10).float()
     images = data.train.convert(data.train.images).flatten(1)
-    model[1].weight.data = torch.linalg.lstsq(images, labels).solution.T.contiguous()  # better than chance
+    # better than chance, and well-posed, for some pixels are always dark
+    model[1].weight.data = torch.linalg.solve(images.T @ images + torch.eye(64), images.T @ labels).T.contiguous()
     model[1].bias.data.zero_()
     with distributed.connected("cpu"):
         team = Team(distributed.rank(), distributed.world_size(), distributed.added)
