@@ -174,14 +174,14 @@ def test_what_is_wrong_is_said_in_one_line(text, message):
 
 
 def test_self_reference_and_alias_bombs_are_refused_quickly():
-    start = time.perf_counter()
+    start = time.process_time()
     bomb = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
     nested = "losses: &l [{type: WeightedSum, losses: *l, weights: [1]}]"
     for text in (bomb, f"type: WeightedSum\nweights: [1]\n{nested}", "&a [*a]", "[" * 150 + "]" * 150, "[" * 2000):
         with pytest.raises(UsageError) as caught:
             read(text, Loss)
         assert len(str(caught.value)) < 500
-    assert time.perf_counter() - start < 5.0
+    assert time.process_time() - start < 5.0
 
 
 def test_plain_aliases_are_fine():

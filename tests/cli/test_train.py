@@ -41,7 +41,7 @@ def test_a_run_folder_holds_everything(
         *("config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "model.safetensors"),
         *("last.safetensors", "summary.json", "evaluation.json"),
     }
-    assert len(list(run.glob("events.out.tfevents.*"))) == 1
+    assert len(list(run.glob("events.out.tfevents.*"))) in (1, 2)  # of training; of the gallery, unless in one second
     assert len(list((run / "checkpoints").glob("step-*.safetensors"))) == 2
     assert not list(run.rglob("*.tmp"))
 
@@ -72,10 +72,9 @@ def test_a_run_folder_holds_everything(
 
 def test_tensorboard_holds_multiplier_and_violation(dale: Dale, tmp_path: Path) -> None:
     assert dale("train", *TINY, "--out", "run", "--quiet").code == 0
-    (events,) = (tmp_path / "run").glob("events.*")
-    content = events.read_bytes()
+    content = min((tmp_path / "run").glob("events.*")).read_bytes()  # the earlier one: training's
     for name in (b"constraint/loss/multiplier", b"constraint/loss/violation", b"train/loss", b"validation/robust_acc"):
-        assert content.count(name) == 3
+        assert content.count(name) >= 3  # once an epoch, and in the layout
 
 
 def test_a_pipe_sees_one_line_an_epoch(dale: Dale) -> None:

@@ -102,9 +102,9 @@ def test_fifty_long_runs_stay_small_and_quick(make_run, tmp_path):
         example["clean"] = big
         example["levels"] = [level | {"perturbed": big, "delta": big} for level in example["levels"]]
     (folder / "artefacts.json").write_text(json.dumps(plain))
-    started = time.perf_counter()
+    started = time.process_time()
     path = write_report([read_run(folder, name=f"run {k}") for k in range(50)], tmp_path / "report.html")
-    assert time.perf_counter() - started < 3.0
+    assert time.process_time() - started < 3.0
     assert path.stat().st_size < 6_000_000
 
 
