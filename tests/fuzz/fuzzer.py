@@ -1,8 +1,8 @@
 """A seeded mutation fuzzer for the readers of files that may come from strangers.
 
 Every input is made from (seed, number) alone, so that a failure can be made again. An input passes when the reader
-takes it or refuses it with a `DaleError`; anything else raised, more processor time than `LIMIT` seconds, or more memory than
-`MEMORY` beyond what the process started with is a failure, and its input is kept. Run it by hand:
+takes it or refuses it with a `DaleError`; anything else raised, more processor time than `LIMIT` seconds, or more
+memory than `MEMORY` beyond what the process started with is a failure, and its input is kept. Run it by hand:
 
     python tests/fuzz/fuzzer.py --count 100000            # every target
     python tests/fuzz/fuzzer.py npz --count 1000 --seed 7
