@@ -38,6 +38,10 @@ verify: $(DEV)
 bench: $(DEV)
 	$(BIN)/python benchmarks/run.py
 
+docs: $(DEV)
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs site
+	@echo "The site is site/index.html"
+
 pictures: $(DEV)
 	$(BIN)/python docs/pictures.py
 

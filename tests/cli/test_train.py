@@ -61,7 +61,7 @@ def test_a_run_folder_holds_everything(
     assert evaluation["clean"]["n"] == 20
     assert "certificate" in evaluation
     assert evaluation["certificate"]["statement"] in result.out
-    assert result.out.splitlines()[-1] == "Run folder: run"
+    assert result.out.splitlines()[-2:] == ["Run folder: run", "Report: run/report.html"]
 
     summary = json.loads((run / "summary.json").read_text())
     assert summary["selected_epoch"] in (1, 2, 3)

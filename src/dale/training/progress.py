@@ -7,7 +7,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 
 def _interactive() -> bool:
