@@ -120,13 +120,6 @@ def test_the_blocks_of_a_page_run(page: str, workplace: Path) -> None:
     run_page(page, workplace, small=True)
 
 
-@pytest.mark.verify
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", RUN)
-def test_the_blocks_of_a_page_run_as_they_stand(page: str, workplace: Path) -> None:
-    run_page(page, workplace, small=False)
-
-
 def test_the_loop_of_ones_own_runs_and_its_multiplier_moves(tmp_path: Path) -> None:
     loop = next(block for block in blocks("README.md", "python") if "objective.ascend" in block)
     assert len([line for line in loop.splitlines() if line.strip()]) <= 12
