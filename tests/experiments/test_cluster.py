@@ -74,9 +74,10 @@ def sweep(folder: Path, address: str, epochs: int) -> subprocess.Popen[str]:
 
 
 @needs_ray
+@pytest.mark.verify
 def test_a_sweep_on_ray(cluster, tmp_path):
     process = sweep(tmp_path, cluster, epochs=2)
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     for seed in (0, 1):
         assert (tmp_path / "out" / f"seed={seed}" / "model.safetensors").is_file()
