@@ -101,7 +101,7 @@ def test_torchrun_restarts_after_sigkill(tmp_path):
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    threading.Thread(target=die, daemon=True).start()\n"
     )
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "5"]
     done = subprocess.run(
         [*words, "-m", "dale", "train", *TINY, "--epochs", "12", "--out", "run"],
         cwd=tmp_path,
