@@ -90,32 +90,6 @@ def test_restarts_without_a_folder_are_refused(tmp_path):
     assert one_line(group.err(0), "--max-restarts", "--out")
 
 
-@pytest.mark.verify
-def test_torchrun_restarts_after_sigkill(tmp_path):
-    """The whole of it: torchrun itself starts the processes again, and the command ends well."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal, threading, time, pathlib\n"
-        "if os.environ.get('RANK') == '1' and os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0':\n"
-        "    def die():\n"
-        "        while not list(pathlib.Path('run').glob('checkpoints/step-*')): time.sleep(0.001)\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    threading.Thread(target=die, daemon=True).start()\n"
-    )
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "5"]
-    done = subprocess.run(
-        [*words, "-m", "dale", "train", *TINY, "--epochs", "12", "--out", "run"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == 12
-    assert "-9" in done.stderr  # torchrun says whom it lost
-
-
 def test_not_a_number_in_one_process_stops_all(tmp_path):
     """Rank 1's images turn into NaN in the second epoch: both stop at the same step with the same line."""
     poison = (
