@@ -33,7 +33,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 verify: $(DEV)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m verify --timeout 900
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m verify --timeout 1500
 
 bench: $(DEV)
 	$(BIN)/python benchmarks/run.py
