@@ -31,6 +31,7 @@ ROOMS = (
     ("attacks",),
     ("evaluation",),
     ("training",),
+    ("benchmark",),
     ("experiments",),
     ("reports",),
     ("export",),

@@ -11,7 +11,7 @@ from typing import NoReturn
 from dale import __version__
 from dale.errors import DaleError, nearest
 
-COMMANDS = ("train", "sweep", "evaluate", "certify", "report", "export", "check-model", "list")
+COMMANDS = ("train", "sweep", "bench", "evaluate", "certify", "report", "export", "check-model", "list", "reproduce")
 
 
 class _Parser(argparse.ArgumentParser):
