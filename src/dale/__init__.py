@@ -36,7 +36,7 @@ _NAMES = {
     "load_dataset": "dale.data",
     "create_model": "dale.models",
     "check_model": "dale.models",
-    "load_model": "dale.training",
+    "load_model": "dale.zoo",
     "load_run": "dale.training",
     "fit": "dale.training",
     "Run": "dale.training",

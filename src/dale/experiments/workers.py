@@ -41,8 +41,12 @@ class Launch:
     python: str = field(default_factory=lambda: sys.executable)
 
     def command(self, place: Place) -> list[str]:
-        """The command of a run: from the start, or from where it was."""
-        begin = [self.python, "-c", _BOOT, str(os.getpid()), "train", "--quiet", *(["--trust"] if self.trust else [])]
+        """The command of a run, whose process ends with this one."""
+        return [self.python, "-c", _BOOT, str(os.getpid()), *self.words(place)]
+
+    def words(self, place: Place) -> list[str]:
+        """The words after `dale`: from the start, or from where the run was."""
+        begin = ["train", "--quiet", *(["--trust"] if self.trust else [])]
         if place.begun:
             return [*begin, f"--resume={place.folder}", *place.run.arguments(self.kinds, resuming=True)]
         return [*begin, f"--out={place.folder}", *place.run.arguments(self.kinds)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("pdf", "svg", "png")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#3f51b5", "#5a6675", "#a0522d")
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -53,7 +53,7 @@ def write_figures(runs: Sequence[RunFiles], folder: str | Path) -> list[Path]:
         raise DaleError("figures need matplotlib: pip install 'dale[figures]'") from error
     data = series.page_data(runs)
     paths = []
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         for name, figure in _figures(data):
             for form in FORMATS:
                 buffer = io.BytesIO()

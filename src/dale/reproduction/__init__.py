@@ -1,0 +1,24 @@
+"""The paper, reproduced: recipes, runs, results, tables and figures of `dale reproduce`."""
+
+from dale.reproduction.catalogue import TABLES, Row, paper, rows_of, specs_of
+from dale.reproduction.recipes import BUDGETS, Spec, Stage, recipes
+from dale.reproduction.results import Result, find_results, read_result, summarise
+from dale.reproduction.tables import Table, make_table
+
+__all__ = [
+    "BUDGETS",
+    "TABLES",
+    "Result",
+    "Row",
+    "Spec",
+    "Stage",
+    "Table",
+    "find_results",
+    "make_table",
+    "paper",
+    "read_result",
+    "recipes",
+    "rows_of",
+    "specs_of",
+    "summarise",
+]

@@ -1,0 +1,86 @@
+"""`docs/results.md`: the page of all results, generated from the files, so that no number is typed by hand.
+
+Beside the page lies its template, `results.md.in`: prose by hand, with marks that are replaced:
+
+    {{ table table1 mnist short }}            a table;  {{ table table6 cifar10 short resnet50 }} for another model
+    {{ claims cifar10 short }}                the claims with their numbers and verdicts
+    {{ trends cifar10 short resnet18 }}       Table 6's trends
+    {{ value cifar10/resnet18/trades-short autoattack-fast }}    one number, over the seeds on file
+    {{ zoo }}                                 the stored models
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from dale.errors import UsageError, unknown
+from dale.files import read_text, write_text
+from dale.reproduction.claims import claims_table, trends
+from dale.reproduction.results import read_result, summarise
+from dale.reproduction.tables import MISSING, make_table, percent
+from dale.zoo import entries
+
+_MARK = re.compile(r"\{\{ *([a-z]+)((?: +[^ }]+)*) *\}\}")
+
+
+def template_of(page: Path) -> Path:
+    """Where the template of a page lies."""
+    return page.with_name(page.name + ".in")
+
+
+def write_page(root: Path, page: Path) -> Path:
+    """Generate the page from its template and the results."""
+    template = template_of(page)
+    if not template.is_file():
+        raise UsageError(f"{page} is generated from {template}, which is not there")
+    write_text(page, render(read_text(template), root))
+    return page
+
+
+def render(template: str, root: Path) -> str:
+    """Replace every mark of a template."""
+    kinds: dict[str, Callable[..., str]] = {
+        "table": _table,
+        "claims": lambda root, dataset, budget: claims_table(root, dataset, budget).rstrip("\n"),
+        "trends": lambda root, dataset, budget, model: "\n".join(trends(root, model, budget)),
+        "value": _value,
+        "zoo": _zoo,
+    }
+
+    def replaced(match: re.Match[str]) -> str:
+        name, words = match[1], match[2].split()
+        if name not in kinds:
+            raise unknown("mark of the template", name, kinds)
+        try:
+            return kinds[name](root, *words)
+        except TypeError as error:
+            raise UsageError(f"{match[0]}: a mark of the template with the wrong number of words") from error
+
+    return _MARK.sub(replaced, template)
+
+
+def _table(root: Path, table: str, dataset: str, budget: str, model: str | None = None) -> str:
+    return make_table(table, dataset, model, budget, root).markdown().rstrip("\n")
+
+
+def _value(root: Path, row: str, attack: str) -> str:
+    paths = sorted((root / row).parent.glob(f"{(root / row).name}-seed*.json"))
+    summary = summarise([read_result(path) for path in paths], attack)
+    return MISSING if summary is None else percent(summary)
+
+
+def _zoo(root: Path) -> str:
+    """The stored models: numbers of the stored weights, on all test images and on the first 1,000."""
+    stored = entries(root.parent / "zoo")
+    if not stored:
+        return "No model is stored yet."
+    lines = ["| model | images | clean | PGD-20 | AutoAttack |", "|---|---:|---:|---:|---:|"]
+    for entry in stored:
+        for part in entry.published:
+            found = part["accuracies"]
+            cells = [found.get(name) for name in ("clean", "pgd20", "autoattack")]
+            shown = [MISSING if cell is None else f"{100 * cell['accuracy']:.2f}" for cell in cells]
+            lines.append(f"| `zoo:{entry.name}` | {part['n']:,} | {' | '.join(shown)} |")
+    return "\n".join(lines)

@@ -1,0 +1,110 @@
+"""Tables 4 and 5: seconds per batch and per epoch of every row, each alone on the device, steps of training only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from dale.errors import CheckpointError
+from dale.files import read_json, write_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from dale.reproduction.recipes import Spec
+
+FORMAT = 1
+STEPS = 40  # timed, after as many as compiling and capturing need
+WARMUP = 5
+
+
+def timing_path(root: Path, dataset: str, model: str) -> Path:
+    """Where the timing of a data set and a model lies."""
+    return root / dataset / model / "timing.json"
+
+
+def find_timing(root: Path, dataset: str, model: str) -> Mapping[str, Any]:
+    """The timing on file; nothing where there is none."""
+    path = timing_path(root, dataset, model)
+    if not path.is_file():
+        return {}
+    plain = read_json(path)
+    if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a timing of `dale reproduce`, format {FORMAT}")
+    return plain
+
+
+def time_rows(
+    specs: Mapping[str, Spec],
+    root: Path,
+    *,
+    device: str | None = None,
+    data_dir: str | None = None,
+    steps: int = STEPS,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Time rows, by label, and add them to the file; what is in it already is not timed again.
+
+    Two ways: float32 as the paper trained, step by step; and bfloat16 on the fast path where there is a GPU.
+    """
+    from dale.environment import environment, find_device
+
+    place = find_device(device)
+    variants = {"float32": ("float32", "off")}
+    if place.type == "cuda":
+        variants["fast path, bfloat16"] = ("bfloat16", "auto")
+    data = None
+    for variant, (precision, fast) in variants.items():
+        for label, spec in specs.items():
+            path = timing_path(root, spec.dataset, spec.model)
+            plain: dict[str, Any] = dict(find_timing(root, spec.dataset, spec.model)) or {"format": FORMAT}
+            done = plain.setdefault("variants", {}).setdefault(variant, {})
+            if label in done:
+                continue
+            if data is None:
+                data = spec.config().data.load(data_dir)
+            batch, seconds, batches = _time(spec, data, place, precision, fast, steps)
+            say(f"{label}, {variant}: {seconds:.4f} s per batch of {batch}")
+            done[label] = {"batch": round(seconds, 6), "epoch": round(seconds * batches, 4)}
+            plain |= {"batch_size": batch, "batches": batches, "steps": steps, "environment": environment()}
+            write_json(path, plain)
+
+
+def _time(spec: Spec, data: Any, place: torch.device, precision: str, fast: Any, steps: int) -> tuple[int, float, int]:
+    """Batch size, seconds of a step, and batches of an epoch over all training images of the data set."""
+    import torch
+
+    from dale import random
+    from dale.data import Loader
+    from dale.models import create_model
+    from dale.training.averaging import AveragedModel
+    from dale.training.fast import CapturedStep, make_step
+    from dale.training.optimisers import set_learning_rate
+    from dale.training.state import TrainState
+
+    config = spec.config()
+    settings = config.training
+    model = create_model(config.model.name, data, seed=spec.seed).to(place)
+    objective = config.build_objective().for_run(1000, 1)
+    loader = Loader(data.train, settings.batch_size, seed=0, augmentation=settings.augmentation, device=place)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    step, _ = make_step(model, objective, dtype, place, fast)
+    average = None if settings.averaging is None else AveragedModel(model, settings.averaging)
+    captured = isinstance(step, CapturedStep)
+    optimiser = settings.optimiser.build(model, captured=captured)
+    state = TrainState(model, optimiser, objective.initial_duals(data.num_classes, None, place), average)
+    set_learning_rate(optimiser, settings.optimiser.learning_rate)
+    model.train()
+    key, seconds = random.key(0), []
+    batches = (batch for epoch in range(10**6) for batch in loader.epoch(epoch) if len(batch) == loader.batch_size)
+    for number in range(WARMUP + steps):
+        began = time.perf_counter()
+        step(state, next(batches), key.fold(number))
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+        seconds.append(time.perf_counter() - began)
+    total = len(data.train) + len(data.validation) + len(data.certification)
+    return settings.batch_size, median(seconds[WARMUP:]), -(-total // settings.batch_size)
