@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 
 from dale import errors
 from dale.data import Split
 from dale.environment import find_device
 from dale.errors import DaleError, UsageError
+from dale.training.meeting import meet
 from dale.training.state import TrainState
 
 T = TypeVar("T")
@@ -29,6 +31,8 @@ T = TypeVar("T")
 # Groups that we have parted from. Gloo's threads need Python's lock to let go of the last tensor they sent; were the
 # group's last reference dropped just then, under that lock, it would wait for them and they for it: so none is dropped.
 _left: list[Any] = []
+_met: dict[str, Any] = {}  # the store we met through, and whether an earlier group of torchrun's has begun the run
+_BEGUN = "dale/begun"
 
 
 def reduce_(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -57,7 +61,9 @@ def launched() -> bool:
 
 def restarted() -> bool:
     """Tell whether torchrun started the processes again after one of them had died: the run is then continued."""
-    return launched() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+    if not launched():
+        return False
+    return bool(_met["again"]) if "again" in _met else _counted()
 
 
 def may_restart() -> bool:
@@ -111,10 +117,9 @@ def connected(device: str | None = None) -> Iterator[torch.device]:
         yield place
         return
     try:
-        if place.type == "cuda":
-            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=place)
-        else:
-            dist.init_process_group("gloo")
+        _met["store"], store, number, size, _met["again"] = meet(_begun_before)
+        backend, own = ("cpu:gloo,cuda:nccl", place) if place.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, store=store, rank=number, world_size=size, device_id=own)
     except (RuntimeError, ValueError) as error:
         raise DaleError(f"the processes of this run cannot reach one another: {_line(error)}") from error
     try:
@@ -130,6 +135,27 @@ def connected(device: str | None = None) -> Iterator[torch.device]:
         _left.append(dist.group.WORLD)
         if place.type != "cuda" or world_size() == 1:  # NCCL may wait for a process that is gone; exiting does not
             dist.destroy_process_group()
+
+
+def _begun_before(store: Store) -> bool:
+    """Tell whether an earlier group has begun the run.
+
+    torchrun's store knows, where it keeps one over its restarts. Its count of them is each machine's own, and a
+    restart may follow on a refusal that left the run folder of somebody else alone.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return bool(store.check([_BEGUN]))
+    return _counted()
+
+
+def _counted() -> bool:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
+def begin() -> None:
+    """Note that the run is about to make its folder: should torchrun start us again, it is continued there."""
+    if "store" in _met:
+        _met["store"].set(_BEGUN, "yes")
 
 
 def _line(error: Exception) -> str:

@@ -72,6 +72,8 @@ def fit(
             if resume:
                 folder.require_same(config)
             else:
+                if not folder.exists:
+                    distributed.begin()
                 folder.create(config)
             stack.enter_context(folder.locked())
             folder.write_environment(objective)
