@@ -84,6 +84,48 @@ def test_sigkill_of_all_and_an_elastic_restart(whole, tmp_path):
     assert same_weights(tmp_path / "run", whole / "2" / "run", 1e-5)
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+
+
+def torchrun(folder: Path, *arguments: str, seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """`torchrun ... dale train`, all of it: the agent, its store, its restarts."""
+    variables = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    words = [*TORCHRUN, "-m", "dale", "train", *arguments]
+    return subprocess.run(
+        words, cwd=folder, env=variables, capture_output=True, text=True, timeout=seconds, check=False
+    )
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("victim", [0, 1])
+def test_torchrun_restarts_after_sigkill(victim, whole, tmp_path):
+    """torchrun itself starts the processes again, once, and the run ends as if nothing had happened."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, threading, time, pathlib\n"
+        f"if os.environ.get('RANK') == '{victim}' and os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0':\n"
+        "    def die():\n"
+        "        while not list(pathlib.Path('run').glob('checkpoints/step-*')): time.sleep(0.001)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    threading.Thread(target=die, daemon=True).start()\n"
+    )
+    done = torchrun(tmp_path, *TINY, "--out", "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"failed (exitcode: -9) local_rank: {victim}" in done.stderr
+    assert same_weights(tmp_path / "run", whole / "2" / "run", 1e-5)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.verify
+def test_a_restart_of_torchrun_does_not_take_over_a_run_that_was_there(tmp_path):
+    """What the first attempt refuses, the restart refuses too: it continues its own run alone."""
+    assert train(tmp_path, 2, *TINY, "--epochs", "1", "--out", "run").wait() == [0, 0]
+    before = (tmp_path / "run" / "summary.json").stat().st_mtime_ns
+    done = torchrun(tmp_path, *TINY, "--epochs", "1", "--out", "run")
+    assert done.returncode == 1
+    assert done.stderr.count("dale: error: run already exists") in (2, 3, 4)  # twice, by as many as get to say it
+    assert (tmp_path / "run" / "summary.json").stat().st_mtime_ns == before
+
+
 def test_restarts_without_a_folder_are_refused(tmp_path):
     group = train(tmp_path, 1, *TINY, variables={"TORCHELASTIC_MAX_RESTARTS": "3"})
     assert group.wait() == [2]
@@ -107,13 +149,38 @@ def test_not_a_number_in_one_process_stops_all(tmp_path):
     assert len(checkpoints(tmp_path / "run")) == 1
 
 
+HESITANT = SLOW.replace("0.05", "0.2") + (
+    "\nimport dale.files as d; raw = d._raw\nd._raw = lambda tensor: time.sleep(0.003) or raw(tensor)\n"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_while_a_checkpoint_is_being_written(number, whole, tmp_path):
+    """Killed, the one before it counts; asked to stop, the process first ends what it writes."""
+    group = train(tmp_path, 0, *TINY, "--out", "run", before=HESITANT)
+    group.wait_until(lambda: any((tmp_path / "run").glob("checkpoints/.step-000000006.*.tmp")))
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000000003.safetensors"]
+    os.kill(group.members[0].pid, number)
+    assert group.wait() == [-number if number == signal.SIGKILL else 128 + number]
+    names = [path.name for path in checkpoints(tmp_path / "run")]
+    if number == signal.SIGKILL:
+        assert names == ["step-000000003.safetensors"]
+    else:
+        assert int(names[-1].removesuffix(".safetensors")[5:]) >= 6
+        assert one_line(group.err(0), "nothing is lost")
+        assert not list((tmp_path / "run").rglob(".*.tmp"))
+    assert train(tmp_path, 0, "--resume", "run", "--no-evaluate", "--quiet", "--device", "cpu").wait() == [0]
+    assert same_weights(tmp_path / "run", whole / "1" / "run", 1e-5)
+    assert not list((tmp_path / "run").rglob(".*.tmp"))
+
+
 FULL = (
-    "import resource, signal, dale.training.runs as r; f = r.RunFolder.save_checkpoint\n"
+    "import resource, signal, dale.training.runs as r; f = r.RunFolder.write_checkpoint\n"
     "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-    "def save(self, state, batches):\n"
-    "    if state.epoch == 2: resource.setrlimit(resource.RLIMIT_FSIZE, (20000, resource.RLIM_INFINITY))\n"
-    "    f(self, state, batches)\n"
-    "r.RunFolder.save_checkpoint = save\n"
+    "def write(self, snapshot, metadata):\n"
+    "    if snapshot.epoch == 2: resource.setrlimit(resource.RLIMIT_FSIZE, (20000, resource.RLIM_INFINITY))\n"
+    "    f(self, snapshot, metadata)\n"
+    "r.RunFolder.write_checkpoint = write\n"
 )
 
 
@@ -123,7 +190,7 @@ def test_no_room_for_a_checkpoint(size, whole, tmp_path):
     group = train(tmp_path, size, *TINY, "--out", "run", before=FULL)
     assert group.wait(60) == [1] * max(size, 1)
     for number in range(max(size, 1)):
-        assert one_line(group.err(number), "cannot write", "step-000000006.safetensors", "File too large")
+        assert one_line(group.err(number), "cannot write", "checkpoints", "File too large")
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000000003.safetensors"]
     assert not list((tmp_path / "run").rglob(".*.tmp"))
     resumed = train(tmp_path, size, "--resume", "run", "--no-evaluate", "--quiet", "--device", "cpu")

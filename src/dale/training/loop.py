@@ -6,13 +6,13 @@ killed and resumed ends with the same bits as one that was not.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -27,13 +27,14 @@ from dale.files import finite
 from dale.objectives import Objective
 from dale.training import distributed
 from dale.training.averaging import has_batchnorm, reestimate_batchnorm
+from dale.training.checkpoints import Snapshot, Writer
 from dale.training.config import RunConfig
 from dale.training.diagnosis import stuck
 from dale.training.loggers import Logger
 from dale.training.optimisers import set_learning_rate
 from dale.training.parallel import share_buffers
 from dale.training.progress import Progress
-from dale.training.runs import RunFolder, save_model
+from dale.training.runs import RunFolder, model_metadata
 from dale.training.state import TrainState
 from dale.training.steps import PlainStep
 from dale.training.validation import Validated, tighten, validate
@@ -50,7 +51,7 @@ class InterruptedTrainingError(DaleError):
         self.exit_code = 128 + signal_number
 
 
-@contextmanager
+@contextlib.contextmanager
 def _listening() -> Iterator[Callable[[], int]]:
     """Catch Ctrl-C and SIGTERM while inside; the function yielded tells which one came, or 0."""
     received = 0
@@ -91,10 +92,12 @@ class Trainer:
         self.training = self.config.training
         self.key = random.key(self.training.seed)
         self.warned = False
+        metadata = model_metadata(self.config, self.data)
+        self.writer = Writer(lambda snapshot: self.folder.write_checkpoint(snapshot, metadata))
 
     def run(self) -> None:
-        """Train to the end."""
-        with _listening() as received:
+        """Train to the end; when this returns or raises, all checkpoints are on disk."""
+        with contextlib.closing(self.writer), _listening() as received:
             while self.state.epoch < self.training.epochs:
                 started = time.perf_counter()
                 self._epoch(received)
@@ -105,9 +108,12 @@ class Trainer:
                 self._save()
                 if number := distributed.agreed(received()):
                     self._stop(number)
+            distributed.first(self.writer.wait)
 
     def _save(self) -> None:
-        distributed.first(lambda: self.folder.save_checkpoint(self.state, len(self.loader)))
+        """Take a checkpoint, which is written while training goes on; raises what went wrong with the one before."""
+        state, batches = self.state, len(self.loader)
+        distributed.first(lambda: self.writer.put(Snapshot.of(state, batches, candidate=state.batch == 0)))
 
     def _epoch(self, received: Callable[[], int]) -> None:
         state, batches = self.state, len(self.loader)
@@ -134,6 +140,7 @@ class Trainer:
         self._check_finite(weights=True)
 
     def _stop(self, number: int) -> None:
+        distributed.first(self.writer.wait)
         trust = " --trust" if self._needs_trust() else ""
         raise InterruptedTrainingError(
             f"stopped; nothing is lost. Continue with: dale train --resume {shlex.quote(str(self.folder.path))}{trust}",
@@ -155,8 +162,10 @@ class Trainer:
             self._fail("the weights are")
 
     def _fail(self, what: str) -> NoReturn:
+        self.writer.close()
         newest = self.folder.newest
         kept = "there is no checkpoint yet" if newest is None else f"the last good checkpoint, {newest.name}, is kept"
+        kept = distributed.told(kept)  # the first process knows; all of them fail, for all see the same numbers
         epoch = self.state.epoch + (self.state.batch > 0)
         raise NumericsError(
             f"{what} not finite any more in epoch {epoch}; {kept}. A lower learning rate (--lr) usually helps"
@@ -176,7 +185,7 @@ class Trainer:
             record["validation"] = seen.to_plain()
             if state.epoch < training.epochs:
                 state.duals = tighten(self.objective, state.duals, seen)
-            self._select(seen)
+            state.selection.add(seen.candidate(state.epoch, self.objective))
         return record
 
     def _prepare_shipped(self) -> None:
@@ -214,11 +223,6 @@ class Trainer:
             key=self.key.fold("validation"),
             batch_size=max(128, self.training.batch_size),
         )
-
-    def _select(self, seen: Validated) -> None:
-        epoch, shipped = self.state.epoch, self.state.shipped
-        distributed.first(lambda: save_model(shipped, self.folder.candidate(epoch), self.config, self.data))
-        self.state.selection.add(seen.candidate(epoch, self.objective))
 
     def _record(self) -> dict[str, Any]:
         """The epoch's averages as plain numbers: one read of the device."""

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,19 @@ from dale.components import parse_yaml, to_plain
 from dale.data import Dataset
 from dale.environment import environment, find_device
 from dale.errors import CheckpointError, DaleError, UsageError
-from dale.files import finite, read_json, read_tensors, read_text, write_json, write_tensors, write_text
+from dale.files import (
+    finite,
+    read_json,
+    read_tensors,
+    read_text,
+    write_json,
+    write_safetensors,
+    write_tensors,
+    write_text,
+)
 from dale.models import create_model, load_weights, save_weights
 from dale.objectives import Objective
+from dale.training.checkpoints import Snapshot
 from dale.training.config import RunConfig
 from dale.training.state import TrainState
 
@@ -36,7 +46,7 @@ class RunFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
-        self._needed: set[int] = set()  # candidates that the newest checkpoint on disk may still select
+        self._needed: frozenset[int] = frozenset()  # candidates that the newest checkpoint on disk may still select
 
     @property
     def exists(self) -> bool:
@@ -95,21 +105,26 @@ class RunFolder:
             raise UsageError(f"{self.path} continues as it was configured: {found}")
 
     def save_checkpoint(self, state: TrainState, batches: int) -> None:
-        """Write the state, and let go of what neither it nor the checkpoint before it needs."""
-        step = state.epoch * batches + state.batch
-        write_tensors(self.checkpoints / f"step-{step:09d}.safetensors", state.tensors(), state.facts())
+        """Write the state now."""
+        self.write_checkpoint(Snapshot.of(state, batches))
+
+    def write_checkpoint(self, snapshot: Snapshot, metadata: Mapping[str, str] | None = None) -> None:
+        """Write a snapshot and its candidates, and let go of what neither it nor the checkpoint before it needs."""
+        snapshot.to_host()
+        for epoch, weights in snapshot.candidates.items():  # before the checkpoint, which counts on them
+            write_safetensors(self.candidate(epoch), weights, metadata or {})
+        write_tensors(self.checkpoints / f"step-{snapshot.step:09d}.safetensors", snapshot.tensors, snapshot.facts)
         found = self._found()
-        usable = [path for number, path in found if number <= step]
+        usable = [path for number, path in found if number <= snapshot.step]
         for _, path in found:
             if path not in usable[-KEPT:]:  # older ones, and later ones that could not be read on resuming
                 path.unlink(missing_ok=True)
         # only now: had the process been killed earlier, the checkpoint before would have needed them
-        needed = set(state.selection.candidates)
-        kept = {self.candidate(epoch) for epoch in needed | self._needed}
+        kept = {self.candidate(epoch) for epoch in snapshot.needed | self._needed}
         for path in self.checkpoints.glob("candidate-*.safetensors"):
             if path not in kept:
                 path.unlink(missing_ok=True)
-        self._needed = needed
+        self._needed = snapshot.needed
 
     @property
     def newest(self) -> Path | None:
@@ -132,7 +147,7 @@ class RunFolder:
                 notes.append(f"{error}; falling back to the checkpoint before it")
                 continue
             state.restore(tensors, facts, path.name)
-            self._needed = set(state.selection.candidates)
+            self._needed = frozenset(state.selection.candidates)
             return notes
         if notes:
             raise CheckpointError(f"no checkpoint of {self.path} can be read: {notes[0]}")
@@ -192,8 +207,8 @@ def _line(record: dict[str, Any]) -> str:
     return json.dumps(finite(record), allow_nan=False) + "\n"
 
 
-def save_model(model: nn.Module, path: Path, config: RunConfig, data: Dataset) -> None:
-    """Write weights with all that is needed to build the model again."""
+def model_metadata(config: RunConfig, data: Dataset) -> dict[str, str]:
+    """What is written beside weights: all that is needed to build the model again."""
     facts = {
         "name": config.model.name,
         "activation": config.model.activation,
@@ -202,7 +217,12 @@ def save_model(model: nn.Module, path: Path, config: RunConfig, data: Dataset) -
         "dataset": data.name,
         "class_names": list(data.class_names),
     }
-    save_weights(model, path, metadata={"dale-model": json.dumps(facts)})
+    return {"format": "pt", "dale-model": json.dumps(facts)}
+
+
+def save_model(model: nn.Module, path: Path, config: RunConfig, data: Dataset) -> None:
+    """Write weights with all that is needed to build the model again."""
+    save_weights(model, path, metadata=model_metadata(config, data))
 
 
 @dataclass

@@ -61,7 +61,7 @@ class TrainState:
             "batch": self.batch,
             "updates": 0 if self.average is None else int(self.average.updates),
             "selection": self.selection.to_plain(),
-            "history": self.history,
+            "history": list(self.history),
         }
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any], where: object = "checkpoint") -> None:
