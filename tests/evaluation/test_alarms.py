@@ -22,9 +22,10 @@ def alarms(model: nn.Module, split: Split, *attacks: str) -> tuple[Evaluation, d
 
 def test_an_honest_model_raises_none(victim: Victim) -> None:
     e, seen = alarms(*victim)
-    assert list(seen) == ["deterministic", "gradients", "more steps", "noise", "black box", "large epsilon"]
+    names = ["deterministic", "finite gradients", "gradients", "more steps", "noise", "black box", "large epsilon"]
+    assert list(seen) == names
     assert not e.warnings, e.warnings
-    assert "6 of 6 passed" in str(e)
+    assert "7 of 7 passed" in str(e)
 
 
 class Staircase(nn.Module):
@@ -45,6 +46,36 @@ def test_masked_gradients(victim: Victim) -> None:
     assert not seen["black box"].passed
     assert not seen["large epsilon"].passed
     assert "warning: gradients" in str(e)
+
+
+class Broken(nn.Module):
+    """The same logits, but the backward pass gives NaN for images whose mean exceeds a level."""
+
+    def __init__(self, model: nn.Module, level: float) -> None:
+        super().__init__()
+        self.model, self.level = model, level
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.model(x)
+        mean = x.flatten(1).mean(dim=1, keepdim=True)
+        fine = mean * (mean.detach() <= self.level)
+        return logits + 0.0 * fine.square().sqrt()  # |fine|: zero times infinity in the backward pass, where it is 0
+
+
+def test_gradients_that_are_not_finite_are_counted(victim: Victim) -> None:
+    split = victim[1].first(200)
+    level = split.convert(split.images).flatten(1).mean(dim=1).median().item()
+    e, seen = alarms(Broken(victim[0], level), split, "pgd10", "noise")
+    assert 100 <= e["pgd10"].blind < 200
+    assert e["noise"].blind == 0
+    alarm = seen["finite gradients"]
+    assert not alarm.passed
+    standing = int((e.examples["pgd10"]).sum())
+    count = int(alarm.message.split("(")[1].split(" under pgd10")[0])
+    assert 0 < count <= min(standing, e["pgd10"].blind)
+    assert f"warning: finite gradients: {alarm.message}" in str(e)
+    quiet = evaluate(Broken(victim[0], level), split, BALL, ["pgd10"], progress=False, checks=False)
+    assert any("not finite" in note for note in quiet.notes)  # said even without the checks
 
 
 class Dropping(nn.Module):

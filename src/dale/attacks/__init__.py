@@ -2,9 +2,10 @@
 
 from dale.attacks.adaptive import APGD
 from dale.attacks.apgd import AutoPGD, SparseAutoPGD
-from dale.attacks.base import Attack, Budget, Found, Hunt
+from dale.attacks.base import Attack, Budget
 from dale.attacks.fab import FAB
 from dale.attacks.gradient import FGSM, PGD
+from dale.attacks.hunt import Found, Hunt
 from dale.attacks.parse import NAMES, parse
 from dale.attacks.search import GridSearch, RandomSearch, Transfer
 from dale.attacks.sequence import Sequence, autoattack

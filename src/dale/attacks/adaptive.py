@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from dale import random
 from dale.attacks.apgd import AutoPGD, SparseAutoPGD
-from dale.attacks.base import Attack, Budget, Hunt
+from dale.attacks.base import Attack, Budget
 from dale.attacks.gradient import LOSSES, finish
+from dale.attacks.hunt import Hunt
 from dale.attacks.targeted import TargetedDLR
 from dale.batch import Batch
 from dale.errors import require, require_choice
@@ -39,6 +41,7 @@ class APGD(Attack):
     steps: int = STEPS
     restarts: int | None = None
     targets: int | None = None
+    searches: int = field(default=1, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_choice(self, ("ce", "dlr", "t"), objective=self.objective)
@@ -69,7 +72,9 @@ class APGD(Attack):
         if targets is None and self.objective == "t":
             targets = 5 if sparse else 9
         # a restarts that stays 1 keeps the name short
-        return replace(self, restarts=None if restarts == 1 else restarts, targets=targets)
+        prepared = replace(self, restarts=None if restarts == 1 else restarts, targets=targets)
+        object.__setattr__(prepared, "searches", len(_L1_RADII) if sparse else 1)  # the set's, not configuration
+        return prepared
 
     def _targets(self, num_classes: int) -> int:
         return min(self.targets or 9, num_classes - 1) if self.objective == "t" else 1
@@ -79,9 +84,9 @@ class APGD(Attack):
         return (self.restarts or 1) * self._targets(num_classes)
 
     def budget(self, num_classes: int) -> Budget:
-        """The start's gradient and one for each step, in every round."""
+        """One gradient for each step and one for each start, in every round."""
         rounds = self.rounds(num_classes)
-        return Budget(steps=self.steps, restarts=rounds, gradients=rounds * (self.steps + 1))
+        return Budget(steps=self.steps, restarts=rounds, gradients=rounds * (self.steps + self.searches))
 
     def hunt(
         self,
@@ -120,5 +125,5 @@ class APGD(Attack):
             part = hunt if last else replace(hunt, perturbations=larger, keep_best=False)
             found = finish(part, chain, key.fold(f"{factor}"), look=False, start=start)
             if not last:
-                hunt.found.gradients += part.found.gradients
+                hunt.charge(torch.arange(len(hunt.batch), device=hunt.x.device), part)
             start = found

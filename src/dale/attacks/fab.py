@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dale.attacks.base import Attack, Budget, Hunt
+from dale.attacks.base import Attack, Budget
+from dale.attacks.hunt import Hunt
 from dale.attacks.targeted import TargetMargin
 from dale.batch import Batch
 from dale.errors import UsageError, require
@@ -115,11 +116,13 @@ class FAB(Attack):
 
     def search(self, hunt: Hunt, number: int, key: Key) -> None:
         """Run one target."""
-        start = hunt.zeros()
+        start, on_cpu = hunt.zeros(), hunt.x.device.type == "cpu"
         value, gradient = hunt.value_and_gradient(start)
         state = {"delta": start, "value": value, "gradient": gradient, "across": hunt.seen > 0}
         for _ in range(self.steps):
-            state = self._look(hunt, self._step(hunt, state), state["across"])
+            point = self._step(hunt, state)
+            # an accelerator would have to plan every size of a part anew
+            state = self._look(hunt, point, state["across"]) if on_cpu else self._look_at_all(hunt, point)
             hunt, state = hunt.shed(state)
             if len(hunt.batch) == 0:
                 return
@@ -161,6 +164,14 @@ class FAB(Attack):
             delta = delta.index_copy(0, late, nearer)
             value, gradient = value.index_copy(0, late, again), gradient.index_copy(0, late, slope)
             pulled = pulled.index_fill(0, late, True)
+        return {"delta": delta, "value": value, "gradient": gradient, "across": pulled}
+
+    def _look_at_all(self, hunt: Hunt, delta: Tensor) -> State:
+        """The same, asking for all points and then for all gradients: more work, in batches of one size."""
+        hunt.query(delta)
+        pulled = self._beyond(hunt, delta)
+        delta = torch.where(pulled.view(-1, *([1] * (delta.dim() - 1))), _BACK * delta, delta)
+        value, gradient = hunt.value_and_gradient(delta)
         return {"delta": delta, "value": value, "gradient": gradient, "across": pulled}
 
     @staticmethod

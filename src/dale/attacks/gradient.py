@@ -7,7 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from dale.attacks.base import Attack, Budget, Hunt
+from dale.attacks.base import Attack, Budget
+from dale.attacks.hunt import Hunt
 from dale.errors import require, require_choice, require_positive
 from dale.losses import DLR, KL, CrossEntropy, Loss, Margin
 from dale.random import Key

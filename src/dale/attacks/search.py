@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from dale.attacks.adaptive import APGD
-from dale.attacks.base import Attack, Budget, Hunt
+from dale.attacks.base import Attack, Budget
+from dale.attacks.hunt import Hunt
 from dale.errors import UsageError, require
 from dale.modes import evaluating, frozen
 from dale.perturbations import PerturbationSet
@@ -66,6 +67,7 @@ class GridSearch(Attack):
     """
 
     points: int | None = None
+    axes: int = field(default=1, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require(self.points is None or self.points >= 2, f"GridSearch: points must be at least 2, got {self.points!r}")
@@ -92,13 +94,16 @@ class GridSearch(Attack):
         """Choose the number of points for the set."""
         self.supports(perturbations)
         assert isinstance(perturbations, ParameterBox)
-        if self.points is not None:
-            return self
-        return GridSearch(points=max(3, math.floor(_GRID_POINTS ** (1.0 / perturbations.num_parameters) + 1e-9)))
+        axes = perturbations.num_parameters
+        points = self.points or max(3, math.floor(_GRID_POINTS ** (1.0 / axes) + 1e-9))
+        prepared = GridSearch(points=points)
+        object.__setattr__(prepared, "axes", axes)  # the set's, not configuration
+        return prepared
 
     def budget(self, num_classes: int) -> Budget:
-        """The points of one axis; the number of axes is the set's."""
-        return Budget(steps=self.points or _GRID_POINTS, queries=self.points or _GRID_POINTS)
+        """One query for each point; the number of axes is known once the attack is `prepared` for a set."""
+        total = _GRID_POINTS if self.points is None else self.points**self.axes
+        return Budget(steps=total, queries=total)
 
     def search(self, hunt: Hunt, number: int, key: Key) -> None:
         """Ask for every point."""
@@ -119,7 +124,8 @@ class Transfer(Attack):
     """Perturbations that fool another model, tried on this one.
 
     `source` names the other model in the `sources` given to `dale.evaluate` (on the command line: a run folder);
-    `attack` is run on that model.
+    `attack` is run on that model to its end, for every example: what fools the source only just, or not at all, may
+    still fool this model, and what fools it by a wide margin is the likeliest to. This model is asked once a round.
     """
 
     source: str
@@ -148,17 +154,29 @@ class Transfer(Attack):
                 "or on the command line as the path of a run"
             )
         assert sources is not None
-        bound = Transfer(source=self.source, attack=self.attack)
+        bound = Transfer(source=self.source, attack=self.attack.prepared(perturbations))
         object.__setattr__(bound, "model", sources[self.source])  # the one thing that is not configuration
         return bound
 
     def budget(self, num_classes: int) -> Budget:
-        """One query of this model; the gradients are the source's."""
-        return Budget(steps=self.attack.budget(num_classes).steps, queries=1)
+        """One query of this model for each round; the gradients are the source's."""
+        return Budget(steps=self.attack.budget(num_classes).steps, queries=self.rounds(num_classes))
+
+    def rounds(self, num_classes: int) -> int:
+        """Those of the attack on the source."""
+        return self.attack.rounds(num_classes)
 
     def search(self, hunt: Hunt, number: int, key: Key) -> None:
         """Attack the source, then ask this model."""
         assert self.model is not None
         with evaluating(self.model), frozen(self.model):
-            hunt.query(self.attack(self.model, hunt.batch, hunt.perturbations, key))
+            clean = self.model(hunt.x)
+            assert hunt.clean_logits is not None
+            needed, given = hunt.clean_logits.shape[1], clean.shape[1]
+            require(given >= needed, f"{self.name}: the source has {given} outputs, and this model {needed}")
+            # no margin is wide enough to stop at: every example is searched to the end
+            found = self.attack.run_round(
+                self.model, hunt.batch, hunt.perturbations, number, key, clean_logits=clean, slack=torch.inf
+            )
+        hunt.query(found.delta)
         hunt.settle()

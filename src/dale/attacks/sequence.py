@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from dale.attacks.adaptive import APGD
-from dale.attacks.base import Attack, Budget, Hunt
+from dale.attacks.base import Attack, Budget
 from dale.attacks.fab import FAB
+from dale.attacks.hunt import Hunt
 from dale.attacks.square import Square
 from dale.batch import Batch
 from dale.errors import UsageError, require

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dale import random
-from dale.attacks.base import Attack, Budget, Hunt
+from dale.attacks.base import Attack, Budget
+from dale.attacks.hunt import Hunt
 from dale.errors import UsageError, require
 from dale.perturbations import L1, L2, Linf, PerturbationSet
 from dale.random import Key

@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="for a weights file: a name or package.module:Name")
     parser.add_argument("--dataset", metavar="NAME|PATH", help="other data than the run's; needed for a weights file")
     parser.add_argument("--data-dir", metavar="DIR", help="where data files lie (default: $DALE_DATA or a user cache)")
-    parser.add_argument("--device", metavar="DEVICE", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
     parser.add_argument("--trust", action="store_true", help="honour import paths in a run's configuration")
 
 
@@ -52,9 +52,11 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from dale.cli.options import number
+    from dale.environment import find_device
     from dale.evaluation import evaluate
     from dale.files import read_json, write_json
 
+    args.device = str(find_device(args.device))
     model, data, perturbations, rho, folder = _load(args)
     out = Path(args.out) if args.out is not None else folder
     file = None if out is None else out if out.suffix == ".json" else out / "evaluation.json"
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         examples=args.examples,
         strict=args.strict,
+        device=args.device,
         progress=not args.quiet,
         out=out,
         rho=rho,
@@ -107,13 +110,12 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, Dataset, PerturbationSet
 
 def _load_file(args: argparse.Namespace, path: Path) -> tuple[nn.Module, Dataset, PerturbationSet]:
     from dale.data import load_dataset
-    from dale.environment import find_device
     from dale.models import create_model
 
     if args.model is None or args.dataset is None:
         raise UsageError(f"{path.name}: weights alone need --model NAME and --dataset NAME as well")
     data = load_dataset(args.dataset, data_dir=args.data_dir)
-    model = create_model(args.model, data, init=path).to(find_device(args.device))
+    model = create_model(args.model, data, init=path).to(args.device)
     return model, data, _set(args, None)
 
 

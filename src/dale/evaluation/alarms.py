@@ -35,12 +35,13 @@ def raise_alarms(
     perturbations: PerturbationSet,
     attacks: Mapping[str, Attack],
     standing: Mapping[str, Tensor],
+    blind: Mapping[str, Tensor],
     *,
     random: bool,
 ) -> tuple[Alarm, ...]:
     """Run every check on the first correctly classified examples, and compare the attacks that were run on all."""
     places = session.correct.nonzero().squeeze(1)[: _EXAMPLES.get(session.device.type, 64)]
-    alarms = [_deterministic(random)]
+    alarms = [_deterministic(random), _finite(standing, blind)]
     if len(places) == 0:
         return tuple(alarms)
     part = torch.zeros_like(session.correct).index_fill(0, places, True)
@@ -71,6 +72,24 @@ def _deterministic(random: bool) -> Alarm:
     return Alarm("deterministic", not random, message)
 
 
+def _finite(standing: Mapping[str, Tensor], blind: Mapping[str, Tensor]) -> Alarm:
+    """Gradients that are not finite show no way: the example stands because it was not attacked."""
+    text = blind_text(standing, blind)
+    return Alarm("finite gradients", not text, text or "every gradient was finite where an example stands")
+
+
+def blind_text(standing: Mapping[str, Tensor], blind: Mapping[str, Tensor]) -> str:
+    """Say for how many examples that stand gradients were not finite, by attack; empty where for none."""
+    counts = {name: int((standing[name] & where).sum()) for name, where in blind.items()}
+    told = ", ".join(f"{count} under {name}" for name, count in counts.items() if count)
+    if not told:
+        return ""
+    return (
+        f"gradients that are not finite were met for examples that stand ({told}): there the attack was blind, and the "
+        "accuracy is too high by up to as many; use square, or mend what gives NaN or infinity in the backward pass"
+    )
+
+
 def _gradients(session: Session, perturbations: PerturbationSet, places: Tensor) -> Alarm:
     """The log-loss has a gradient at random points of the set: log, so that confidence alone does not make it zero."""
     batch = session.batch(places[: session.batch_size])
@@ -78,9 +97,8 @@ def _gradients(session: Session, perturbations: PerturbationSet, places: Tensor)
     start = perturbations.sample(hunt.x, session.key.fold("alarms"), hunt.index)
     with quiet_randomness(session.device, session.judge.seed):
         _, gradient = hunt.value_and_gradient(start)
-    flat = gradient.flatten(1)
-    bad = int((~flat.isfinite().all(dim=1) | (flat == 0).all(dim=1)).sum())
-    message = f"{bad} of {len(batch)} examples have a zero or infinite gradient"
+    bad = int((hunt.blind | (gradient.flatten(1) == 0).all(dim=1)).sum())
+    message = f"{bad} of {len(batch)} examples have a gradient that is zero or not finite"
     if 10 * bad > len(batch):
         message += "; attacks that follow gradients are blind here, and their accuracies mean little"
         return Alarm("gradients", False, message)

@@ -15,6 +15,7 @@ from dale.errors import UsageError, require
 from dale.evaluation.results import Accuracy, CurvePoint
 from dale.evaluation.resume import Progress
 from dale.evaluation.session import Session
+from dale.evaluation.team import current_team
 from dale.losses import Loss
 from dale.perturbations import L1, L2, Linf, PerturbationSet
 from dale.random import Key
@@ -26,12 +27,13 @@ _PGD = PGD(steps=20, objective="margin")
 class _Continued(Attack):
     """PGD on the margin from given starts, stretched by `stretch`; the best points become the next starts.
 
-    The starts stay with the examples, found by their numbers.
+    The starts stay with the examples, found by their numbers. `ends` collects what this process found.
     """
 
     stretch: float
     numbers: Tensor = field(compare=False)
     starts: Tensor = field(compare=False)
+    ends: Tensor = field(compare=False)
 
     @property
     def name(self) -> str:
@@ -51,7 +53,7 @@ class _Continued(Attack):
         """Climb from the starts."""
         rows = torch.searchsorted(self.numbers, hunt.index)
         finish(hunt, _PGD.chain, key, start=self.stretch * self.starts[rows])
-        self.starts[rows] = hunt.found.delta
+        self.ends[rows] = hunt.found.delta
 
 
 def check_radii(epsilons: Sequence[float], perturbations: PerturbationSet) -> tuple[float, ...]:
@@ -82,9 +84,11 @@ def accuracy_curve(
         stretch = radius / before if before else 1.0
         if radius >= perturbations.epsilon:
             standing = standing & worst
-        continued = _Continued(stretch=stretch, numbers=numbers, starts=starts)
+        ends = torch.zeros_like(starts)
+        continued = _Continued(stretch=stretch, numbers=numbers, starts=starts, ends=ends)
         for attack in (continued, _PGD):
             standing = session.run(attack, ball, Progress.fresh(standing)).standing
+        starts = current_team().total(ends)  # each example was with one process, the others add zeros
         points.append(CurvePoint(radius, Accuracy(int(standing.sum()), len(standing))))
         before = radius
     return tuple(points)

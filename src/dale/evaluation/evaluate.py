@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +15,6 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from dale import random
 from dale.attacks import Attack, parse
@@ -24,19 +22,21 @@ from dale.components import to_plain
 from dale.data import Dataset, Split
 from dale.environment import environment
 from dale.errors import require, require_non_negative
-from dale.evaluation.alarms import raise_alarms
+from dale.evaluation.alarms import blind_text, raise_alarms
 from dale.evaluation.curve import accuracy_curve, check_radii
+from dale.evaluation.display import Display
 from dale.evaluation.judge import Expected, Judge, check_finite, float32_model
 from dale.evaluation.replica import search_replica
 from dale.evaluation.results import Accuracy, AttackResult, Evaluation, Loss
 from dale.evaluation.resume import Ledger, Progress, fingerprint
 from dale.evaluation.session import Session
+from dale.evaluation.sizing import default_batch_size
 from dale.files import write_bytes
 from dale.modes import evaluating, frozen
 from dale.perturbations import PerturbationSet
 
 _PASSES = 8  # of a random model, for its expected prediction
-_BATCH = {"cpu": 256, "cuda": 512}
+_SAME = 1e-5  # of the largest logit: what differs by more between two passes is random, not rounded
 
 
 def evaluate(
@@ -72,7 +72,6 @@ def evaluate(
     """
     began = time.perf_counter()
     radii = check_radii(epsilons, perturbations) if epsilons else ()
-    listed = _prepared(attacks, perturbations, sources)
     require(batch_size is None or batch_size >= 1, f"batch_size must be at least 1, got {batch_size!r}")
     if rho is not None:
         require_non_negative(perturbations, rho=rho)
@@ -80,19 +79,22 @@ def evaluate(
     split = split if examples is None else split.first(examples)
     require(len(split) > 0, "there are no examples to evaluate")
     place = torch.device(device) if device is not None else _device_of(model)
+    others = {name: float32_model(source, place) for name, source in (sources or {}).items()}
+    listed = _prepared(attacks, perturbations, others)
     split = split.to(place)
-    size = min(batch_size or _BATCH.get(place.type, 256), len(split))
     target = _target(out)
 
     with ExitStack() as stack:
         judged = float32_model(model, place)
         stack.enter_context(evaluating(judged))
         stack.enter_context(frozen(judged))
+        size = min(batch_size or default_batch_size(judged, split.convert(split.images[:16])), len(split))
         session, notes = _session(judged, split, size, seed, strict)
         plain = {"set": to_plain(perturbations), "seed": seed, "batch": size, "precision": session.precision}
+        plain["sources"] = {name: fingerprint(source, {}, None) for name, source in others.items()}
         data_tensors = {"images": split.images, "labels": split.labels, "index": split.index}
         mark = fingerprint(judged, data_tensors, plain)
-        ledger = Ledger.open(None if target is None else target.with_name("evaluation.partial.safetensors"), mark)
+        ledger = Ledger.open(None if target is None else target.with_name(f"{target.stem}.partial.safetensors"), mark)
         shape = perturbations.shape(tuple(split.images.shape[1:]))
         keep = save_examples is not None
         runs: dict[str, Progress] = {}
@@ -105,9 +107,12 @@ def evaluate(
         outside = sum(run.outside for run in runs.values())
         if outside:
             notes.append(f"{outside} candidate perturbations lay outside the set or the image box and did not count")
-        alarms = (
-            raise_alarms(session, perturbations, listed, standing, random=random_model) if checks and listed else ()
-        )
+        blind = {name: run.blind for name, run in runs.items()}
+        if checks and listed:
+            alarms = raise_alarms(session, perturbations, listed, standing, blind, random=random_model)
+        else:
+            alarms = ()
+            notes += filter(None, [blind_text(standing, blind)])
         curve = accuracy_curve(session, perturbations, radii, worst) if radii else ()
         if save_examples is not None:
             _save_examples(Path(save_examples), session, perturbations, runs, worst)
@@ -124,6 +129,7 @@ def evaluate(
             seed=seed,
             batch_size=size,
             seconds=time.perf_counter() - began,
+            precision=session.precision,
             alarms=alarms,
             curve=curve,
             notes=tuple(notes),
@@ -172,8 +178,9 @@ def _session(model: nn.Module, split: Split, size: int, seed: int, strict: bool)
     logits = judge.logits(first)
     check_finite(logits)
     again = Judge(model, size, split.num_classes, seed + 1).logits(first)
+    precision = "tf32" if split.labels.device.type == "cuda" and not strict else "ieee"
     search: nn.Module = model
-    if not torch.equal(logits, again):
+    if bool((logits - again).abs().max() > _SAME * logits.abs().max()):
         search = Expected(model, _PASSES)
         judge = Judge(search, size, split.num_classes, seed)
         notes.append(
@@ -181,11 +188,11 @@ def _session(model: nn.Module, split: Split, size: int, seed: int, strict: bool)
             "randomness); another seed gives other numbers"
         )
     else:
-        search = search_replica(model, first, logits)
-    images = (split.convert(split.images[i : i + size]) for i in range(0, len(split), size))
-    clean = torch.cat([judge.logits(part) for part in images])
+        search = search_replica(model, first, logits, precision)
+    known = [logits] if judge.model is model else []
+    images = (split.convert(split.images[i : i + size]) for i in range(size * len(known), len(split), size))
+    clean = torch.cat(known + [judge.logits(part) for part in images])
     check_finite(clean)
-    precision = "tf32" if split.labels.device.type == "cuda" and not strict else "ieee"
     correct = clean.argmax(dim=1) == split.labels
     session = Session(search, judge, split, clean, correct, random.key(seed).fold("evaluation"), precision)
     return session, notes
@@ -207,24 +214,14 @@ def _attacked(
         delta = None if shape is None else torch.zeros((len(session.correct), *shape), device=session.device)
         progress = Progress.fresh(session.correct, delta)
     rounds, total = attack.rounds(session.clean_logits.shape[1]), len(session.correct)
-    with tqdm(
-        total=int(session.correct.sum()) * rounds,
-        desc=name,
-        disable=not show,
-        unit="ex",
-        mininterval=0.5 if sys.stderr.isatty() else 30.0,
-        leave=False,
-    ) as bar:
+    with Display(name, int(session.correct.sum()) * rounds, show) as display:
 
         def report(progress: Progress, count: int, title: str) -> None:
             ledger.note(key, progress)
             if show:
                 standing = int(progress.standing.sum())
                 left = standing * (rounds - progress.round - 1) + int(progress.began.sum()) - progress.done
-                bar.total = bar.n + count + left
-                bar.set_description(title, refresh=False)
-                bar.set_postfix_str(f"accuracy at most {100 * standing / total:.2f}%", refresh=False)
-                bar.update(count)
+                display.update(title, count, left, standing / total)
 
         session.run(attack, perturbations, progress, report)
     ledger.note(key, progress, force=True)
@@ -268,6 +265,7 @@ def _result(session: Session, name: str, attack: Attack, run: Progress, seed: in
         attack=to_plain(attack),
         white_box=attack.white_box,
         refuted=run.refuted,
+        blind=int(run.blind.sum()),
     )
 
 

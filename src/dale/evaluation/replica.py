@@ -1,8 +1,9 @@
 """A replica of the model for the search: the same function up to rounding, faster.
 
 BatchNorm is folded where torch.fx can trace the model. On a CPU, queries without a gradient go through a second copy
-in the channels-last layout, in which pooling and small convolutions are two to three times as fast. What is counted is
-decided by the model itself, never by a replica.
+in the channels-last layout, in which pooling and small convolutions are two to three times as fast. On a GPU the
+channels-last layout with fused ReLUs is the fast one for TF32, whose tensor cores want it, and the layout of the images
+for strict float32. What is counted is decided by the model itself, never by a replica.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from dale.folding import fold_batchnorm, replicate
+from dale.evaluation.judge import matmul_precision
+from dale.folding import replicate
 
-_AGREEMENT = 1e-4  # of the largest logit
+# of the largest logit: rounding alone does not exceed it, another function does
+_AGREEMENT = {"ieee": 1e-4, "tf32": 1e-2}
+_COMPARED = (64, 3)  # numbers of images on which replica and model are compared: a trace may have fixed the number
 
 
 class TwoLayouts(nn.Module):
@@ -33,16 +37,15 @@ class TwoLayouts(nn.Module):
         return logits
 
 
-def search_replica(model: nn.Module, images: Tensor, logits: Tensor) -> nn.Module:
-    """Return a faster replica that agrees with `logits` on `images`, or the model itself."""
-    folded = fold_batchnorm(model)
+def search_replica(model: nn.Module, images: Tensor, logits: Tensor, precision: str = "ieee") -> nn.Module:
+    """Return a faster replica that agrees with the model's `logits` on `images`, or the model itself."""
     if images.device.type != "cpu":
-        return folded if folded is not None and _agrees(folded, images, logits) else model
-    if folded is not None:
-        # a CPU's gradients are faster in the layout of the images, and its convolutions have nothing to fuse
-        plain = replicate(model, channels_last=False, fuse=False)
-        folded = plain if isinstance(plain, nn.Module) and _agrees(plain, images, logits) else None
-    chosen = model if folded is None else folded
+        return _on_gpu(model, images, logits, precision)
+    chosen = model
+    folded = replicate(model, channels_last=False, fuse=False)
+    # a CPU's gradients are faster in the layout of the images, and its convolutions have nothing to fuse
+    if isinstance(folded, nn.Module) and _agrees(folded, images, logits):
+        chosen = folded
     try:
         turned = copy.deepcopy(chosen)
         turned.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stubs do not know it
@@ -54,10 +57,25 @@ def search_replica(model: nn.Module, images: Tensor, logits: Tensor) -> nn.Modul
     return both if _agrees(both, images, logits) else chosen
 
 
-def _agrees(replica: nn.Module, images: Tensor, logits: Tensor) -> bool:
+def _on_gpu(model: nn.Module, images: Tensor, logits: Tensor, precision: str) -> nn.Module:
+    candidates = [(True, True), (True, False)] if precision == "tf32" else []
+    for channels_last, fuse in (*candidates, (False, False)):
+        replica = replicate(model, channels_last=channels_last, fuse=fuse)
+        if isinstance(replica, str):
+            break
+        if _agrees(replica, images, logits, precision):
+            return replica
+    return model
+
+
+def _agrees(replica: nn.Module, images: Tensor, logits: Tensor, precision: str = "ieee") -> bool:
+    """Compare in the precision of the search: in another one the library may have no kernel, or round otherwise."""
     try:
-        with torch.no_grad():
-            ours = replica(images)
+        with torch.no_grad(), matmul_precision(images.device, precision):
+            for count in _COMPARED:
+                gap = (replica(images[:count]) - logits[:count]).abs().max()
+                if not bool(gap <= _AGREEMENT[precision] * logits.abs().max()):
+                    return False
     except RuntimeError:  # a view that the other layout does not allow, say
         return False
-    return bool((ours - logits).abs().max() <= _AGREEMENT * logits.abs().max())
+    return True

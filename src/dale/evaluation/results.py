@@ -51,7 +51,8 @@ class AttackResult:
     """The accuracy under one attack, what the attack was allowed, and what it spent.
 
     `gradients` and `queries` of the budget are per example, at most; the ones spent are summed over all examples.
-    `confirmed` examples fell in the final pass; `refuted` ones looked fallen to the search but were not.
+    `refuted` examples looked fallen to the search but were not, in the final pass; for `blind` ones a gradient was not
+    finite, so that the attack was hampered there.
     """
 
     name: str
@@ -68,6 +69,7 @@ class AttackResult:
     attack: Mapping[str, Any]
     white_box: bool = True
     refuted: int = 0
+    blind: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Evaluation:
 
     Accuracy under attack is an upper bound on the true robust accuracy: a stronger attack can only lower it. The worst
     case counts an example as fallen if any attack fools the model on it. `examples` holds the outcome of each example
-    (True: correct) by "clean", the attacks' names and "worst"; it stays in memory and is not written.
+    (True: correct) by "clean", the attacks' names and "worst"; it stays in memory and is not written. `precision` is
+    that of the search: "ieee", strict float32, or "tf32"; what is counted was confirmed in strict float32.
     """
 
     n: int
@@ -121,6 +124,7 @@ class Evaluation:
     seed: int
     batch_size: int
     seconds: float
+    precision: str = "ieee"
     alarms: tuple[Alarm, ...] = ()
     curve: tuple[CurvePoint, ...] = ()
     notes: tuple[str, ...] = ()

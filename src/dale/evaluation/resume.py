@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dale.files import write_bytes
 
 _WRITE_EVERY = 2.0  # seconds; a chunk that took less is cheap to repeat
+_WRITE_SHARE = 20.0  # and at least so many times as long as writing took: perturbations to be saved are large
 
 
 def fingerprint(model: nn.Module, tensors: dict[str, Tensor], plain: Any) -> str:
@@ -38,10 +39,14 @@ def fingerprint(model: nn.Module, tensors: dict[str, Tensor], plain: Any) -> str
 
 @dataclass
 class Progress:
-    """How far one attack has come: who stands, who stood when the round began, and what was spent."""
+    """How far one attack has come: who stands, who stood when the round began, and what was spent.
+
+    `blind` marks the examples for which a gradient was not finite.
+    """
 
     standing: Tensor
     began: Tensor
+    blind: Tensor
     delta: Tensor | None = None
     round: int = 0
     done: int = 0
@@ -54,14 +59,14 @@ class Progress:
     @staticmethod
     def fresh(standing: Tensor, delta: Tensor | None = None) -> Progress:
         """Return the progress of an attack that has not begun."""
-        return Progress(standing.clone(), standing.clone(), delta)
+        return Progress(standing.clone(), standing.clone(), torch.zeros_like(standing), delta)
 
     def next_round(self) -> None:
         """Begin the next round on those who still stand."""
         self.round, self.done, self.began = self.round + 1, 0, self.standing.clone()
 
 
-_TENSORS = ("standing", "began", "delta")
+_TENSORS = ("standing", "began", "blind", "delta")
 
 
 @dataclass
@@ -73,6 +78,7 @@ class Ledger:
     attacks: dict[str, Progress] = field(default_factory=dict)
     resumed: bool = False
     written: float = field(default_factory=time.monotonic)
+    pause: float = 0.0
 
     @staticmethod
     def open(path: Path | None, fingerprint: str) -> Ledger:
@@ -101,13 +107,16 @@ class Ledger:
         if progress is None:
             return None
         delta = None if progress.delta is None else progress.delta.to(device)
-        return replace(progress, standing=progress.standing.to(device), began=progress.began.to(device), delta=delta)
+        standing, began, blind = (t.to(device) for t in (progress.standing, progress.began, progress.blind))
+        return replace(progress, standing=standing, began=began, blind=blind, delta=delta)
 
     def note(self, key: str, progress: Progress, *, force: bool = False) -> None:
         """Remember progress, and write it where the last writing is a while ago."""
         self.attacks[key] = progress
-        if self.path is None or (not force and time.monotonic() - self.written < _WRITE_EVERY):
+        since = time.monotonic() - self.written
+        if self.path is None or (not force and since < max(_WRITE_EVERY, self.pause)):
             return
+        began = time.monotonic()
         tensors: dict[str, Tensor] = {}
         counts: dict[str, dict[str, Any]] = {}
         for name, entry in self.attacks.items():
@@ -118,6 +127,7 @@ class Ledger:
         meta = {"progress": json.dumps({"fingerprint": self.fingerprint, "attacks": counts})}
         write_bytes(self.path, safetensors.torch.save(tensors, metadata=meta))
         self.written = time.monotonic()
+        self.pause = _WRITE_SHARE * (self.written - began)
 
     def close(self) -> None:
         """Remove the file: the evaluation is complete."""

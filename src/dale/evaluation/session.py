@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -47,6 +48,16 @@ class Session:
         """The size of every batch."""
         return self.judge.batch_size
 
+    def chunk_size(self, count: int) -> int:
+        """The number of examples that are searched together, of `count` that stand.
+
+        On an accelerator the chunks of a round are of equal size: a small last one would take as many steps as a full
+        one, each as long as its launches, and its odd size would be planned anew.
+        """
+        if self.device.type == "cpu":
+            return self.batch_size
+        return math.ceil(count / math.ceil(count / self.batch_size))
+
     def batch(self, places: Tensor) -> Batch:
         """Return the examples at the given places."""
         part = self.split.take(places)
@@ -72,10 +83,11 @@ class Session:
             if len(places) == 0:
                 break
             before = replace(progress, standing=progress.standing.clone())
-            for first in range(progress.done, len(places), self.batch_size):
-                part = places[first : first + self.batch_size]
+            size = self.chunk_size(len(places))
+            for first in range(progress.done, len(places), size):
+                part = places[first : first + size]
                 began = time.perf_counter()
-                if team.takes(first // self.batch_size):
+                if team.takes(first // size):
                     self._chunk(attack, perturbations, progress, part, key)
                 progress.done = first + len(part)
                 progress.seconds += time.perf_counter() - began
@@ -113,6 +125,7 @@ class Session:
         )
         fallen = claimed[fooled]
         progress.standing[part[fallen]] = False
+        progress.blind[part] |= found.blind
         if progress.delta is not None:
             progress.delta[part[fallen]] = found.delta[fallen].to(progress.delta)
         progress.gradients += found.gradients

@@ -40,6 +40,7 @@ class Team:
         mine = before.standing & ~progress.standing
         fallen = self.total(mine.to(torch.int64)) > 0
         progress.standing = before.standing & ~fallen
+        progress.blind = self.total(progress.blind.to(torch.int64)) > 0
         counts = torch.tensor([getattr(progress, name) - getattr(before, name) for name in _COUNTS])
         for name, count in zip(_COUNTS, self.total(counts.to(mine.device)).tolist(), strict=True):
             setattr(progress, name, getattr(before, name) + count)
