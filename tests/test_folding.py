@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dale.folding import fold_batchnorm
+from dale.folded import FoldedBlock
+from dale.folding import Replica, fold_batchnorm, replicate
 from dale.models import create_model
 
 
@@ -72,3 +73,18 @@ def test_without_affine() -> None:
     assert folded is not None
     x = torch.rand(2, 1, 5, 5)
     assert torch.allclose(folded(x), model(x), atol=1e-5)
+
+
+def test_blocks_as_one_operation_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shaken(create_model("resnet18", channels=3, size=16, num_classes=10)).double()
+    x = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    plain = replicate(model, dtype=torch.float64)
+    monkeypatch.setattr("dale.folding.blocks_pay", lambda device: True)
+    monkeypatch.setattr("dale.folded.runs_as_block", lambda x: True)
+    joined = replicate(model, dtype=torch.float64)
+    assert isinstance(plain, Replica)
+    assert isinstance(joined, Replica)
+    blocks = [m for m in joined.modules() if isinstance(m, FoldedBlock)]
+    assert [(block.premasked, block.mask_input) for block in blocks] == [(True, True), (False, True)]
+    slopes = [torch.autograd.grad(replica(x).square().sum(), x)[0] for replica in (plain, joined)]
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=0, atol=1e-6 * float(slopes[0].abs().max()))

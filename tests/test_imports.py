@@ -15,7 +15,20 @@ ROOT = Path(dale.__file__).parent
 
 # Bottom up. A room imports from its own level and from those below it; the rooms of one line count as one level.
 ROOMS = (
-    ("errors", "components", "random", "batch", "modes", "folding", "files", "environment"),
+    (
+        "errors",
+        "components",
+        "random",
+        "batch",
+        "modes",
+        "programs",
+        "kernels",
+        "fused",
+        "folded",
+        "folding",
+        "files",
+        "environment",
+    ),
     ("perturbations",),
     ("losses",),
     ("samplers",),
@@ -32,9 +45,11 @@ ROOMS = (
     ("evaluation",),
     ("training",),
     ("benchmark",),
+    ("zoo",),
     ("experiments",),
     ("reports",),
     ("export",),
+    ("reproduction",),
     ("cli",),
     ("__main__", "__init__"),
 )

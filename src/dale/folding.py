@@ -11,169 +11,16 @@ vendor's library; elsewhere they run as they are. A model that torch.fx cannot t
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-
-@torch.library.custom_op("dale::conv_relu", mutates_args=())
-def conv_relu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    z: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    groups: int,
-) -> Tensor:
-    """relu(conv(x, weight) + bias + z) in one kernel where the library has one; dilation 1."""
-    if x.device.type == "cuda" and torch.backends.cudnn.enabled:
-        if z is None:
-            fused: Tensor = torch.cudnn_convolution_relu(x, weight, bias, stride, padding, (1, 1), groups)
-            return fused
-        added: Tensor = torch.cudnn_convolution_add_relu(x, weight, z, 1.0, bias, stride, padding, (1, 1), groups)
-        return added
-    plain = F.conv2d(x, weight, bias, list(stride), list(padding), 1, groups)
-    return (plain if z is None else plain.add_(z)).relu_()
-
-
-@conv_relu.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    z: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    groups: int,
-) -> Tensor:
-    return F.conv2d(x, weight, bias, list(stride), list(padding), 1, groups)
-
-
-def _setup(ctx: object, inputs: tuple[object, ...], output: Tensor) -> None:
-    x, weight, _, z, stride, padding, groups = inputs
-    ctx.save_for_backward(x, weight, output)  # type: ignore[attr-defined]
-    ctx.geometry = (stride, padding, groups)  # type: ignore[attr-defined]
-    ctx.has_z = z is not None  # type: ignore[attr-defined]
-
-
-def _backward(ctx: object, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, output = ctx.saved_tensors  # type: ignore[attr-defined]
-    stride, padding, groups = ctx.geometry  # type: ignore[attr-defined]
-    masked = torch.ops.aten.threshold_backward(gradient, output, 0)
-    inner = torch.ops.aten.convolution_backward(
-        masked, x, weight, None, stride, padding, (1, 1), False, (0, 0), groups, (True, False, False)
-    )[0]
-    return inner, None, None, masked if ctx.has_z else None, None, None, None  # type: ignore[attr-defined]
-
-
-conv_relu.register_autograd(_backward, setup_context=_setup)
-
-
-class FoldedConv(nn.Module):
-    """A convolution with its BatchNorm folded in and, where one follows, the sum and the ReLU after it."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def __init__(self, conv: nn.Conv2d, norm: nn.BatchNorm2d | None) -> None:
-        super().__init__()
-        self.conv = (conv,)  # in a tuple: the live model's modules are not ours
-        self.norm = (norm,)
-        self.relu = False
-        self.register_buffer("weight", torch.empty_like(conv.weight, requires_grad=False), persistent=False)
-        bias = torch.zeros(conv.out_channels, device=conv.weight.device, dtype=conv.weight.dtype)
-        self.register_buffer("bias", bias, persistent=False)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Fold the live weights anew."""
-        conv, norm = self.conv[0], self.norm[0]
-        weight, bias = conv.weight.float(), conv.bias
-        if norm is None:
-            self.weight.copy_(weight)
-            if bias is not None:
-                self.bias.copy_(bias)
-            return
-        scale, shift = _affine(norm)
-        self.weight.copy_(weight * scale.view(-1, 1, 1, 1))
-        self.bias.copy_(shift if bias is None else shift + bias.float() * scale)
-
-    @property
-    def fusable(self) -> bool:
-        """Whether the library has one kernel for it with the ReLU."""
-        conv = self.conv[0]
-        return conv.dilation == (1, 1) and isinstance(conv.padding, tuple) and conv.padding_mode == "zeros"
-
-    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """conv(x) + bias, plus z and the ReLU where they were fused."""
-        conv = self.conv[0]
-        if self.relu:
-            assert isinstance(conv.padding, tuple)
-            fused: Tensor = conv_relu(x, self.weight, self.bias, z, conv.stride, conv.padding, conv.groups)
-            return fused
-        plain: Tensor = conv._conv_forward(x, self.weight, self.bias)
-        return plain
-
-
-class FoldedNorm(nn.Module):
-    """A BatchNorm that follows no convolution: x * s + t per channel."""
-
-    scale: Tensor
-    shift: Tensor
-
-    def __init__(self, norm: nn.BatchNorm2d) -> None:
-        super().__init__()
-        self.norm = (norm,)
-        for name, value in zip(("scale", "shift"), _affine(norm), strict=True):
-            self.register_buffer(name, value.clone(), persistent=False)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Take the live statistics and parameters over."""
-        scale, shift = _affine(self.norm[0])
-        self.scale.copy_(scale)
-        self.shift.copy_(shift)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x * s + t."""
-        return x * self.scale.view(-1, 1, 1) + self.shift.view(-1, 1, 1)
-
-
-def _affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    scale = torch.rsqrt(norm.running_var.float() + norm.eps)
-    if norm.weight is not None:
-        scale = scale * norm.weight.detach().float()
-    shift = -norm.running_mean.float() * scale
-    return scale, shift if norm.bias is None else shift + norm.bias.detach().float()
-
-
-class _Copied(nn.Module):
-    """Any other layer: a copy in eval mode whose tensors follow the live one's."""
-
-    def __init__(self, live: nn.Module) -> None:
-        super().__init__()
-        import copy
-
-        self.live = (live,)
-        self.copy = copy.deepcopy(live).eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the live tensors."""
-        theirs = dict((*self.live[0].named_parameters(), *self.live[0].named_buffers()))
-        for name, mine in (*self.copy.named_parameters(), *self.copy.named_buffers()):
-            mine.copy_(theirs[name])
-
-    def forward(self, *args: Tensor) -> Tensor:
-        """Run the copy."""
-        result: Tensor = self.copy(*args)
-        return result
+from dale.folded import Copied, FoldedBlock, FoldedConv, FoldedNorm, refresh_together
+from dale.fused import BLOCK_CHANNELS
+from dale.kernels import blocks_pay
 
 
 class Replica(nn.Module):
@@ -190,7 +37,9 @@ class Replica(nn.Module):
         self.graph = graph
         self.dtype = dtype
         self.format = torch.channels_last if channels_last else torch.contiguous_format
-        self.parts = [m for m in graph.modules() if isinstance(m, (FoldedConv, FoldedNorm, _Copied))]
+        self.parts = [m for m in graph.modules() if isinstance(m, (FoldedConv, FoldedNorm, Copied))]
+        self.together = [part for part in self.parts if isinstance(part, FoldedConv) and part.regular]
+        self.apart = [part for part in self.parts if not (isinstance(part, FoldedConv) and part.regular)]
         graph.to(dtype)
         if channels_last:
             graph.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -199,7 +48,8 @@ class Replica(nn.Module):
 
     def refresh(self) -> None:
         """Take the live model's weights and statistics over."""
-        for part in self.parts:
+        refresh_together(self.together)
+        for part in self.apart:
             part.refresh()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -237,6 +87,8 @@ def replicate(
     _replace_layers(graph)
     if fuse:
         _fuse_relu(graph)
+        if any(blocks_pay(parameter.device) for parameter in itertools.islice(model.parameters(), 1)):
+            _fuse_blocks(graph)
     graph.graph.eliminate_dead_code()
     graph.delete_all_unused_submodules()
     graph.recompile()
@@ -279,7 +131,7 @@ def _replace_layers(graph: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
         elif any(True for _ in live.parameters()) or any(True for _ in live.buffers()):
-            _swap(graph, node, _Copied(live))
+            _swap(graph, node, Copied(live))
 
 
 def _swap(graph: fx.GraphModule, node: fx.Node, module: nn.Module) -> None:
@@ -310,6 +162,11 @@ def _fuse_relu(graph: fx.GraphModule) -> None:
         assert isinstance(folded, FoldedConv)
         folded.relu = True
         conv.args = (conv.args[0],) if z is None else (conv.args[0], z)
+        if z is not None and _fusable(z, modules):
+            other = modules[str(z.target)]
+            assert isinstance(other, FoldedConv)
+            if other.regular and folded.regular:
+                folded.carry(other)
         relu.replace_all_uses_with(conv)
         graph.graph.erase_node(relu)
         if source is not conv:
@@ -319,3 +176,34 @@ def _fuse_relu(graph: fx.GraphModule) -> None:
 def _fusable(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     module = modules.get(str(node.target)) if node.op == "call_module" else None
     return isinstance(module, FoldedConv) and not module.relu and module.fusable and len(node.users) == 1
+
+
+def _fuse_blocks(graph: fx.GraphModule) -> None:
+    """Join two fused convolutions and the sum around them, and hand each ReLU's mask to a block alone behind it."""
+    modules = dict(graph.named_modules())
+    blocks = []
+    for node in list(graph.graph.nodes):
+        second = modules.get(str(node.target)) if node.op == "call_module" else None
+        if not (isinstance(second, FoldedConv) and len(node.args) == 2 and _square(second)):
+            continue
+        inner, outer = node.args
+        first = modules.get(str(inner.target)) if inner.op == "call_module" else None
+        if isinstance(first, FoldedConv) and first.relu and _square(first) and inner.args == (outer,):
+            if len(inner.users) > 1:
+                continue
+            _swap(graph, node, FoldedBlock(first, second))
+            node.args = (outer,)
+            graph.graph.erase_node(inner)
+            blocks.append(node)
+    modules = dict(graph.named_modules())
+    for node in blocks:
+        block, source = modules[str(node.target)], node.args[0]
+        front = modules.get(str(source.target)) if source.op == "call_module" else None
+        alone = len(source.users) == 1
+        if alone and (isinstance(front, FoldedBlock) or (isinstance(front, FoldedConv) and front.relu and front.same)):
+            assert isinstance(block, FoldedBlock)
+            front.premasked = block.mask_input = True
+
+
+def _square(conv: FoldedConv) -> bool:
+    return conv.same and conv.conv[0].in_channels == conv.conv[0].out_channels == BLOCK_CHANNELS

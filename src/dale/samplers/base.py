@@ -135,7 +135,7 @@ class Problem:
         with torch.enable_grad():
             delta = delta.detach().requires_grad_(True)
             value = self.potential(delta)
-            (gradient,) = torch.autograd.grad(value.sum(), delta)
+            (gradient,) = torch.autograd.grad(value, delta, torch.ones_like(value))
         return value.detach(), gradient
 
 

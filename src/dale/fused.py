@@ -1,0 +1,168 @@
+"""Convolutions of frozen networks with what follows them: one operation forward, and one backward to the input.
+
+    conv_relu     y = relu(conv(x) + b [+ z])
+    basic_block   y = relu(conv2(h) + b2 + x),   h = relu(conv1(x) + b1)        the residual block of two convolutions
+
+Weights get no gradient. Each runs as few kernels as the device has: the vendor's fused ones, those of `kernels.py`, or
+plain operations.
+
+The mask of a ReLU may be applied on either side of its output. An operation told `premasked` takes a gradient that is
+zero already where its output is; one told `mask_input` hands down one that is zero where its input is not above 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dale import kernels
+
+_threshold_backward: Callable[..., Tensor] = torch.ops.aten.threshold_backward
+
+
+@torch.library.custom_op("dale::conv_relu", mutates_args=())
+def conv_relu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    z: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    groups: int,
+    premasked: bool,
+) -> Tensor:
+    """relu(conv(x, weight) + bias + z); dilation 1."""
+    if z is None and kernels.fits_narrow(x, weight, stride, padding, groups):
+        return kernels.narrow_conv_relu(x, weight, bias)
+    if x.device.type == "cuda" and torch.backends.cudnn.enabled:
+        if z is None:
+            fused: Tensor = torch.cudnn_convolution_relu(x, weight, bias, stride, padding, (1, 1), groups)
+            return fused
+        added: Tensor = torch.cudnn_convolution_add_relu(x, weight, z, 1.0, bias, stride, padding, (1, 1), groups)
+        return added
+    plain = F.conv2d(x, weight, bias, list(stride), list(padding), 1, groups)
+    return (plain if z is None else plain.add_(z)).relu_()
+
+
+@conv_relu.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    z: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    groups: int,
+    premasked: bool,
+) -> Tensor:
+    return F.conv2d(x, weight, bias, list(stride), list(padding), 1, groups)
+
+
+@torch.library.custom_op("dale::narrow_gradient", mutates_args=())
+def narrow_gradient(
+    gradient: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], groups: int
+) -> Tensor:
+    """The gradient with respect to x of conv(x, weight), where x has few channels."""
+    if kernels.fits_narrow(gradient, weight, stride, padding, groups):
+        return kernels.narrow_input_gradient(gradient, weight)
+    return _input_gradient(gradient, x, weight, stride, padding, groups)
+
+
+@narrow_gradient.register_fake
+def _(
+    gradient: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], groups: int
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _input_gradient(
+    gradient: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], groups: int
+) -> Tensor:
+    """The library's, which the compiler knows as well."""
+    inner: Tensor = torch.ops.aten.convolution_backward(
+        gradient, x, weight, None, stride, padding, (1, 1), False, (0, 0), groups, (True, False, False)
+    )[0]
+    return inner
+
+
+def _conv_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, z, stride, padding, groups, premasked = inputs
+    ctx.save_for_backward(x, weight, output)
+    ctx.geometry = (stride, padding, groups)
+    ctx.has_z, ctx.premasked = z is not None, premasked
+
+
+def _conv_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, output = ctx.saved_tensors
+    masked = gradient if ctx.premasked else _threshold_backward(gradient, output, 0)
+    narrow = weight.shape[1] <= kernels.CHANNELS and weight.device.type == "cuda"
+    inner = (narrow_gradient if narrow else _input_gradient)(masked, x, weight, *ctx.geometry)
+    return inner, None, None, masked if ctx.has_z else None, None, None, None, None
+
+
+conv_relu.register_autograd(_conv_backward, setup_context=_conv_setup)
+
+BLOCK_CHANNELS = kernels.WIDE  # with more of them the library's own convolutions are so much faster that they win
+
+
+def runs_as_block(x: Tensor) -> bool:
+    """Whether a block pays for images of the shape of x; only batch, height and width, type and device count."""
+    return kernels.fits_wide(x)
+
+
+_SAME: tuple[Sequence[int], Sequence[int], int] = ((1, 1), (1, 1), 1)  # stride, padding and groups inside a block
+
+
+@torch.library.custom_op("dale::basic_block", mutates_args=())
+def basic_block(
+    x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor, premasked: bool, mask_input: bool
+) -> tuple[Tensor, Tensor]:
+    """relu(conv(h, weight2) + bias2 + x) and h = relu(conv(x, weight1) + bias1): 3x3, as many channels out as in."""
+    h = conv_relu(x, weight1, bias1, None, *_SAME, False)
+    return conv_relu(h, weight2, bias2, x, *_SAME, False), h
+
+
+@basic_block.register_fake
+def _(
+    x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor, premasked: bool, mask_input: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+@torch.library.custom_op("dale::basic_block_gradient", mutates_args=())
+def basic_block_gradient(
+    masked: Tensor, x: Tensor, h: Tensor, weight1: Tensor, weight2: Tensor, mask_input: bool
+) -> Tensor:
+    """The gradient with respect to x, given the one to what the last ReLU of the block took in."""
+    if kernels.fits_wide(x):
+        inner = kernels.wide_conv(masked, weight2, backward=True, mask=h)
+        return kernels.wide_conv(inner, weight1, backward=True, add=masked, mask=x if mask_input else None)
+    inner = _threshold_backward(_input_gradient(masked, h, weight2, *_SAME), h, 0)
+    outer = _input_gradient(inner, x, weight1, *_SAME).add_(masked)
+    return _threshold_backward(outer, x, 0) if mask_input else outer
+
+
+@basic_block_gradient.register_fake
+def _(masked: Tensor, x: Tensor, h: Tensor, weight1: Tensor, weight2: Tensor, mask_input: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _block_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight1, _, weight2, _, premasked, mask_input = inputs
+    ctx.save_for_backward(x, weight1, weight2, *output)
+    ctx.premasked, ctx.mask_input = premasked, mask_input
+
+
+def _block_backward(ctx: Any, gradient: Tensor, inner: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight1, weight2, output, h = ctx.saved_tensors
+    # the mask stands outside the operation, where the compiler can join it to the sum that comes before
+    masked = gradient if ctx.premasked else _threshold_backward(gradient, output, 0)
+    slope = basic_block_gradient(masked, x, h, weight1, weight2, ctx.mask_input)
+    return slope, None, None, None, None, None, None
+
+
+basic_block.register_autograd(_block_backward, setup_context=_block_setup)
