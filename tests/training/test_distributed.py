@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -173,3 +175,44 @@ def test_nccl_with_one_process(tmp_path):
     found = start(tmp_path, 1, "shared_work", "steps", count=10, device="cuda").results()[0]
     alone = shared_work.steps(10, device="cuda")
     torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(alone["losses"]), rtol=1e-4, atol=1e-5)
+
+
+def by_torchrun(folder, device: str, *arguments: str) -> None:
+    """One process of torchrun's trains; SIGKILL after its first checkpoint, and torchrun starts it again."""
+    (folder / "sitecustomize.py").write_text(
+        "import os, signal, threading, time, pathlib\n"
+        "if os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0':\n"
+        "    def die():\n"
+        "        while not list(pathlib.Path('shared').glob('checkpoints/step-*')): time.sleep(0.001)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    threading.Thread(target=die, daemon=True).start()\n"
+    )
+    tiny = [*("--device", device, "--epochs", "6", "--batch-size", "64", "--steps", "2", "--train-size", "256")]
+    tiny += [*("--validation-size", "40", "--certification-size", "40", "--no-evaluate", "--quiet", "--fast", "off")]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
+    for begin, name in (([], "alone"), (torchrun, "shared")):
+        words = [sys.executable, *begin, "-m", "dale", "train", *tiny, *arguments, "--out", name]
+        variables = os.environ | ({"PYTHONPATH": str(folder)} if begin else {})
+        done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert "failed (exitcode: -9) local_rank: 0" in done.stderr
+    alone, shared = (
+        [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("alone", "shared")
+    )
+    assert len(alone) == len(shared) == 6
+    for mine, theirs in zip(shared, alone, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-2)
+        assert mine["clean_accuracy"] == pytest.approx(theirs["clean_accuracy"], abs=0.05)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
+def test_nccl_under_torchrun_with_one_process(tmp_path):
+    """`torchrun --nproc-per-node 1 -m dale train --device cuda`, its restart included, trains as one process does."""
+    by_torchrun(tmp_path, "cuda")
+
+
+@pytest.mark.verify
+def test_gloo_under_torchrun_with_one_process(tmp_path):
+    """The same on a CPU, so that the test above is not first run where there is a GPU."""
+    by_torchrun(tmp_path, "cpu")

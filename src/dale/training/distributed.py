@@ -188,6 +188,30 @@ def agreed(number: int) -> int:
     return int(reduce_(torch.tensor([number]), dist.ReduceOp.MAX))
 
 
+class Agreement:
+    """`agreed`, one question late: each call returns the answer to the one before it, so that nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[Tensor, Any] | None = None
+
+    def __call__(self, number: int) -> int:
+        """Ask for the largest of the processes' numbers, and return that of the last time (alone: this one)."""
+        if world_size() == 1:
+            return number
+        answer = self.settled()
+        asked = torch.tensor([number])
+        self._asked = asked, dist.all_reduce(asked, dist.ReduceOp.MAX, async_op=True)
+        return answer
+
+    def settled(self) -> int:
+        """The answer to the last question, which is then forgotten; 0 where none was asked."""
+        if self._asked is None:
+            return 0
+        (asked, work), self._asked = self._asked, None
+        work.wait()
+        return int(asked)
+
+
 def share(split: Split) -> Split:
     """This process's contiguous part of a split; the parts of all processes are disjoint and make up the whole."""
     size = world_size()

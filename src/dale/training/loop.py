@@ -118,6 +118,7 @@ class Trainer:
     def _epoch(self, received: Callable[[], int]) -> None:
         state, batches = self.state, len(self.loader)
         state.model.train()
+        agreement = distributed.Agreement()
         for batch in self.loader.epoch(state.epoch, start=state.batch):
             done = state.epoch * batches + state.batch
             factor = self.training.schedule.factor(done / batches, self.training.epochs)
@@ -132,11 +133,13 @@ class Trainer:
             self.progress.step()
             if self.device.type == "cpu" or state.batch % CHECK_EVERY == 0:
                 self._check_finite()
-            number = distributed.agreed(received())
+            number = agreement(received())
             if number and state.batch < batches:
+                agreement.settled()
                 self._check_finite(weights=True)
                 self._save()
                 self._stop(number)
+        agreement.settled()
         self._check_finite(weights=True)
 
     def _stop(self, number: int) -> None:

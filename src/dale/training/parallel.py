@@ -78,6 +78,7 @@ class DistributedStep(PlainStep):
             device_ids=[device.index] if device.type == "cuda" else None,
             **_KEEP_BUFFERS,
             find_unused_parameters=unused,
+            gradient_as_bucket_view=True,  # gradients lie where they are exchanged: no copy there and back
         )
 
     def perturb(self, model: nn.Module, batch: Batch, key: Key) -> Tensor | None:
