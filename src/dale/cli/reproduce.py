@@ -193,15 +193,15 @@ def _time(args: argparse.Namespace, root: Path) -> None:
 
     for table, dataset, model in _parts(args):
         if table in TIMED:
-            from dale.reproduction.timing import STEPS, time_rows
+            from dale.reproduction.timing import time_rows
 
             rows = chosen(rows_of(table, dataset, model), args.rows)
             time_rows(
                 {row.label: row.spec(dataset, model, "full", 0) for row in rows},
                 root,
+                budget=args.budget,
                 device=args.device,
                 data_dir=args.data_dir,
-                steps=3 if args.budget == "smoke" else STEPS,
             )
 
 

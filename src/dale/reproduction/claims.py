@@ -13,92 +13,31 @@ from itertools import pairwise
 from pathlib import Path
 
 from dale.reproduction.catalogue import Row, rows_of
-from dale.reproduction.recipes import default_model, paper_attack
+from dale.reproduction.recipes import DATASETS, default_model, paper_attack, recipes
 from dale.reproduction.results import Summary, find_results, summarise
 from dale.reproduction.tables import NAMES, percent
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim that the row `left` is above the row `right` in some column: what the paper says, or what one expects."""
+    """A claim: the row `left`, (table, label), is above the row `right` under an attack, or not below it."""
 
     text: str
     dataset: str
-    left: tuple[str, str]  # (table, label)
+    left: tuple[str, str]
     right: tuple[str, str]
     attack: str
-    expected: str = "above"  # or "not below": no loss beyond noise
+    expected: str = "above"
 
 
 def claims(dataset: str) -> list[Claim]:
-    """The claims of the paper that our tables can speak of, on a data set."""
-    pgd, strong = paper_attack(dataset, "pgd"), "autoattack-fast"
-    best = ("table1", "dale rho=1.0")
-    found = [
-        Claim("DALE withstands PGD better than PGD training", dataset, best, ("table1", "pgd"), pgd),
-        Claim("DALE withstands PGD better than TRADES", dataset, best, ("table1", "trades"), pgd),
-        Claim("DALE withstands PGD better than MART", dataset, best, ("table1", "mart"), pgd),
-        Claim("so it does under the strong attack: against TRADES", dataset, best, ("table1", "trades"), strong),
-        Claim("and against MART", dataset, best, ("table1", "mart"), strong),
-        Claim(
-            "DALE at rho = 0.5 keeps more clean accuracy than TRADES",
-            dataset,
-            ("table1", "dale rho=0.5"),
-            ("table1", "trades"),
-            "clean",
-        ),
-        Claim("Langevin noise helps", dataset, ("ablation", "dale rho=0.8"), ("ablation", "no noise"), strong),
-        Claim(
-            "A multiplier that moves every step does better than one that moves every epoch",
-            dataset,
-            ("ablation", "dale rho=0.8"),
-            ("ablation", "dual per epoch"),
-            strong,
-        ),
-        Claim(
-            "The closed form of lambda* on the chain's states does better than its last state",
-            dataset,
-            ("ablation", "lambda*"),
-            ("ablation", "dale rho=0.8"),
-            strong,
-        ),
-        Claim(
-            "KL does better than cross-entropy as robust loss",
-            dataset,
-            ("ablation", "dale rho=0.8"),
-            ("ablation", "cross-entropy"),
-            strong,
-        ),
-    ]
-    if dataset == "cifar10":
-        found.append(
-            Claim(
-                "The learned multiplier does better than the best fixed one (Table 2)",
-                dataset,
-                ("table1", "dale rho=0.8"),
-                ("table2", "best"),
-                pgd,
-            )
-        )
-        found.append(
-            Claim(
-                "Ten steps of the training attack do better than one (Table 7, DALE)",
-                dataset,
-                ("table7", "dale rho=1.0, 10 steps"),
-                ("table7", "dale rho=1.0, 1 steps"),
-                pgd,
-            )
-        )
-        found.append(
-            Claim(
-                "Three steps of DALE are as good as ten of PGD training (Table 7)",
-                dataset,
-                ("table7", "dale rho=1.0, 3 steps"),
-                ("table7", "pgd, 10 steps"),
-                pgd,
-                "not below",
-            )
-        )
+    """The claims that our tables can speak of, on a data set: `claims` of recipes.yaml."""
+    found = []
+    for plain in recipes()["claims"]:
+        if dataset in plain.get("datasets", DATASETS):
+            attack = paper_attack(dataset, "pgd") if plain["attack"] == "pgd" else plain["attack"]
+            sides = [(str(table), str(label)) for table, label in (plain["left"], plain["right"])]
+            found.append(Claim(plain["text"], dataset, *sides, attack, plain.get("expected", "above")))
     return found
 
 
@@ -141,9 +80,14 @@ def claims_table(root: Path, dataset: str, budget: str) -> str:
             error = math.hypot(left.error, right.error)
             gap = f"{100 * (left.mean - right.mean):+.1f} (± {200 * error:.1f})"
         text = claim.text.replace("*", "\\*")
-        shown = (text, NAMES.get(claim.attack, claim.attack), percent(left), percent(right), gap)
+        shown = (text, NAMES.get(claim.attack, claim.attack), _side(claim.left, left), _side(claim.right, right), gap)
         lines.append(f"| {' | '.join(shown)} | {verdict(claim, left, right)} |")
     return "\n".join(lines) + "\n"
+
+
+def _side(place: tuple[str, str], found: Summary | None) -> str:
+    label = f"best of {place[0]}" if place[1] == "best" else place[1]
+    return f"{label}: {percent(found)}".replace("*", "\\*")
 
 
 def trend(points: Sequence[tuple[float, Summary]], rising: bool) -> str:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_TITLES = {"Langevin": "DALE (Langevin)"}
+
 
 def draw(name: str, dataset: str, model: str, budget: str, root: Path, folder: Path | None = None) -> list[Path]:
     """Draw a figure from the results below `root`; returns what was written, into `folder` or root/figures."""
@@ -58,7 +60,12 @@ def _perturbations(result: Result) -> Figure:
     for place, (name, points) in enumerate(found["series"].items()):
         style: Any = {"marker": "o", "linestyle": "none", "alpha": 0.6, "color": COLOURS[place]}
         axes[place].plot([p[0] for p in points], [p[1] for p in points], **style)
-        axes[place].set(xlabel="component 1", title=name, xlim=(-limits[0], limits[0]), ylim=(-limits[1], limits[1]))
+        axes[place].set(
+            xlabel="component 1",
+            title=_TITLES.get(name, name),
+            xlim=(-limits[0], limits[0]),
+            ylim=(-limits[1], limits[1]),
+        )
     axes[0].set_ylabel("component 2")
     return figure
 

@@ -6,6 +6,7 @@ Beside the page lies its template, `results.md.in`: prose by hand, with marks th
     {{ claims cifar10 short }}                the claims with their numbers and verdicts
     {{ trends cifar10 short resnet18 }}       Table 6's trends
     {{ value cifar10/resnet18/trades-short autoattack-fast }}    one number, over the seeds on file
+    {{ figure figure1 }}                      a figure, where it is drawn
     {{ zoo }}                                 the stored models
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from dale.errors import UsageError, unknown
 from dale.files import read_text, write_text
+from dale.reproduction.catalogue import TABLES
 from dale.reproduction.claims import claims_table, trends
 from dale.reproduction.results import read_result, summarise
 from dale.reproduction.tables import MISSING, make_table, percent
@@ -46,6 +48,7 @@ def render(template: str, root: Path) -> str:
         "claims": lambda root, dataset, budget: claims_table(root, dataset, budget).rstrip("\n"),
         "trends": lambda root, dataset, budget, model: "\n".join(trends(root, model, budget)),
         "value": _value,
+        "figure": _figure,
         "zoo": _zoo,
     }
 
@@ -62,13 +65,21 @@ def render(template: str, root: Path) -> str:
 
 
 def _table(root: Path, table: str, dataset: str, budget: str, model: str | None = None) -> str:
-    return make_table(table, dataset, model, budget, root).markdown().rstrip("\n")
+    made = make_table(table, dataset, model, budget, root)
+    return f"*{made.title}: {MISSING}.*" if made.empty else made.markdown().rstrip("\n")
 
 
 def _value(root: Path, row: str, attack: str) -> str:
     paths = sorted((root / row).parent.glob(f"{(root / row).name}-seed*.json"))
     summary = summarise([read_result(path) for path in paths], attack)
     return MISSING if summary is None else percent(summary)
+
+
+def _figure(root: Path, name: str) -> str:
+    """A figure, by its place from the folder of the page; both lie in one checkout."""
+    if not (root / "figures" / f"{name}.svg").is_file():
+        return f"*{TABLES[name][1]}: {MISSING}.*"
+    return f"![{TABLES[name][1]}](../{root.name}/figures/{name}.svg)"
 
 
 def _zoo(root: Path) -> str:

@@ -16,7 +16,7 @@ from dale.files import write_text
 from dale.reproduction.catalogue import TABLES, TIMED, Row, chosen, paper, rows_of
 from dale.reproduction.recipes import Spec, default_model, paper_attack
 from dale.reproduction.results import Result, Summary, find_results, summarise
-from dale.reproduction.timing import find_timing
+from dale.reproduction.timing import find_timing, machine
 
 MISSING = "not run"
 # the attacks of the paper's columns, and those it did not make, weakest first
@@ -48,6 +48,11 @@ class Table:
     notes: tuple[str, ...]
     value_head: tuple[str, ...]
     values: tuple[tuple[str | float | None, ...], ...]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing in it was run."""
+        return all(MISSING in row for row in self.rows)
 
     def markdown(self) -> str:
         """The table as Markdown."""
@@ -96,6 +101,10 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*")
 
 
+def _heading(table: str) -> str:
+    return table.replace("table", "Table ") if table.startswith("table") else table.capitalize()
+
+
 def make_table(
     table: str, dataset: str, model: str | None, budget: str, root: Path, names: Sequence[str] | None = None
 ) -> Table:
@@ -103,7 +112,7 @@ def make_table(
     model = model or default_model(dataset)
     rows = chosen(rows_of(table, dataset, model), names)
     if table in TIMED:
-        return _timing_table(table, dataset, model, rows, root)
+        return _timing_table(table, dataset, model, budget, rows, root)
     return _accuracy_table(table, dataset, model, budget, rows, root)
 
 
@@ -115,7 +124,7 @@ def _accuracy_table(table: str, dataset: str, model: str, budget: str, rows: Seq
     printed = any(row.printed is not None for row in rows)
     head, value_head = ["row", "seeds"], ["row", "seeds", "result"]
     for name in columns:
-        head += [NAMES[name], *(["paper", "difference"] if printed else [])]
+        head += [NAMES[name], *(["paper (difference)"] if printed else [])]
         value_head += [name, f"{name} spread", f"{name} n", f"{name} lower", f"{name} upper", f"{name} paper"]
     for name in stronger:
         head.append(NAMES.get(name, name))
@@ -127,7 +136,7 @@ def _accuracy_table(table: str, dataset: str, model: str, budget: str, rows: Seq
         cells.append(tuple(_cells(row, results, columns, stronger, printed)))
         values.append(tuple(_values(row, spec, results, columns, stronger)))
     name = "-".join([table, dataset, *([model] if model != default_model(dataset) else []), budget])
-    title = f"{table.capitalize()}, {dataset}, {model}, budget {budget}: {TABLES[table][1]}"
+    title = f"{_heading(table)}, {dataset}, {model}, budget {budget}: {TABLES[table][1]}"
     return Table(name, title, tuple(head), tuple(cells), _notes(found, specs), tuple(value_head), tuple(values))
 
 
@@ -146,8 +155,8 @@ def _cells(
         yield percent(ours)
         if printed:
             theirs = None if row.printed is None else row.printed[place]
-            yield "" if theirs is None else f"{theirs:.4g}"
-            yield "" if theirs is None or ours is None else f"{100 * ours.mean - theirs:+.1f}"
+            gap = "" if theirs is None or ours is None else f" ({100 * ours.mean - theirs:+.1f})"
+            yield "" if theirs is None else f"{float(theirs)}{gap}"
     for name in stronger:
         yield percent(summarise(results, name))
     yield _average(results, "held_out_loss", 3)
@@ -218,7 +227,7 @@ def _notes(found: Sequence[Sequence[Result]], specs: Sequence[Spec]) -> tuple[st
     parts = [
         f"{', '.join(names)} on {' or '.join(f'{n:,}' for n in seen)} test images" for seen, names in sizes.items()
     ]
-    machines = sorted({_machine(result) for results in found for result in results})
+    machines = sorted({machine(result.plain["environment"]) for results in found for result in results})
     missing = sum(not results for results in found)
     lines = ["Accuracy in per cent; ± is the standard deviation over seeds. Under attack it is an upper bound."]
     if parts:
@@ -230,14 +239,9 @@ def _notes(found: Sequence[Sequence[Result]], specs: Sequence[Spec]) -> tuple[st
     return tuple(lines)
 
 
-def _machine(result: Result) -> str:
-    facts = result.plain["environment"]
-    return f"{facts.get('gpu', facts.get('cpu', 'unknown'))}, torch {facts.get('torch', 'unknown')}"
-
-
-def _timing_table(table: str, dataset: str, model: str, rows: Sequence[Row], root: Path) -> Table:
+def _timing_table(table: str, dataset: str, model: str, budget: str, rows: Sequence[Row], root: Path) -> Table:
     printed = paper()[f"{table}_{dataset}_seconds"]
-    found = find_timing(root, dataset, model)
+    found = find_timing(root, dataset, model, budget)
     variants = list(found.get("variants", {}))
     head = ["row", "paper, batch", "paper, epoch"]
     for variant in variants:
@@ -253,7 +257,6 @@ def _timing_table(table: str, dataset: str, model: str, rows: Sequence[Row], roo
     if not variants:
         cells = [(*cell, MISSING) for cell in cells]
         head.append("ours")
-    machine = found.get("environment", {})
     notes = [
         "Seconds, the paper's on RTX 5000 GPUs; ours the median step after warm-up, alone on the device, at the batch "
         f"size of the paper ({found.get('batch_size', 128)}); an epoch is {found.get('batches', 0)} such steps."
@@ -261,6 +264,7 @@ def _timing_table(table: str, dataset: str, model: str, rows: Sequence[Row], roo
         else "No timing was made yet.",
     ]
     if found:
-        notes.append(f"Made on {machine.get('gpu', machine.get('cpu'))}, torch {machine.get('torch')}.")
-    title = f"{table.capitalize()}, {dataset}, {model}: {TABLES[table][1]}"
-    return Table(f"{table}-{dataset}", title, tuple(head), tuple(cells), tuple(notes), tuple(head), tuple(values))
+        notes.append(f"Made on {machine(found['environment'])}.")
+    name = "-".join([table, dataset, *(["smoke"] if budget == "smoke" else [])])
+    title = f"{_heading(table)}, {dataset}, {model}: {TABLES[table][1]}"
+    return Table(name, title, tuple(head), tuple(cells), tuple(notes), tuple(head), tuple(values))

@@ -21,14 +21,14 @@ STEPS = 40  # timed, after as many as compiling and capturing need
 WARMUP = 5
 
 
-def timing_path(root: Path, dataset: str, model: str) -> Path:
-    """Where the timing of a data set and a model lies."""
-    return root / dataset / model / "timing.json"
+def timing_path(root: Path, dataset: str, model: str, budget: str = "full") -> Path:
+    """Where the timing of a data set and a model lies; that of a smoke test has a file of its own."""
+    return root / dataset / model / ("timing-smoke.json" if budget == "smoke" else "timing.json")
 
 
-def find_timing(root: Path, dataset: str, model: str) -> Mapping[str, Any]:
+def find_timing(root: Path, dataset: str, model: str, budget: str = "full") -> Mapping[str, Any]:
     """The timing on file; nothing where there is none."""
-    path = timing_path(root, dataset, model)
+    path = timing_path(root, dataset, model, budget)
     if not path.is_file():
         return {}
     plain = read_json(path)
@@ -41,12 +41,12 @@ def time_rows(
     specs: Mapping[str, Spec],
     root: Path,
     *,
+    budget: str = "full",
     device: str | None = None,
     data_dir: str | None = None,
-    steps: int = STEPS,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Time rows, by label, and add them to the file; what is in it already is not timed again.
+    """Time rows, by label, and add them to the file; what is in it already is not timed again, here or elsewhere.
 
     Two ways: float32 as the paper trained, step by step; and bfloat16 on the fast path where there is a GPU.
     """
@@ -56,14 +56,17 @@ def time_rows(
     variants = {"float32": ("float32", "off")}
     if place.type == "cuda":
         variants["fast path, bfloat16"] = ("bfloat16", "auto")
-    data = None
+    data, steps = None, 3 if budget == "smoke" else STEPS
     for variant, (precision, fast) in variants.items():
         for label, spec in specs.items():
-            path = timing_path(root, spec.dataset, spec.model)
-            plain: dict[str, Any] = dict(find_timing(root, spec.dataset, spec.model)) or {"format": FORMAT}
+            path = timing_path(root, spec.dataset, spec.model, budget)
+            plain: dict[str, Any] = dict(find_timing(root, spec.dataset, spec.model, budget)) or {"format": FORMAT}
             done = plain.setdefault("variants", {}).setdefault(variant, {})
             if label in done:
                 continue
+            if (before := machine(plain.get("environment", environment()))) != machine(environment()):
+                say(f"{path} was timed on {before}: remove it to time the rows on this machine")
+                return
             if data is None:
                 data = spec.config().data.load(data_dir)
             batch, seconds, batches = _time(spec, data, place, precision, fast, steps)
@@ -71,6 +74,11 @@ def time_rows(
             done[label] = {"batch": round(seconds, 6), "epoch": round(seconds * batches, 4)}
             plain |= {"batch_size": batch, "batches": batches, "steps": steps, "environment": environment()}
             write_json(path, plain)
+
+
+def machine(facts: Mapping[str, Any]) -> str:
+    """The part of an environment that seconds depend on."""
+    return f"{facts.get('gpu', facts.get('cpu', 'unknown'))}, torch {facts.get('torch', 'unknown')}"
 
 
 def _time(spec: Spec, data: Any, place: torch.device, precision: str, fast: Any, steps: int) -> tuple[int, float, int]:

@@ -1,0 +1,44 @@
+"""The page of results: generated, and the committed one is what the committed results give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dale.errors import UsageError
+from dale.reproduction import Spec
+from dale.reproduction.page import render, template_of, write_page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_committed_page_is_what_the_files_give() -> None:
+    page = ROOT / "docs" / "results.md"
+    assert page.read_text() == render(template_of(page).read_text(), ROOT / "results"), "run `dale reproduce page`"
+
+
+def test_marks_are_replaced_by_numbers(put, tmp_path) -> None:
+    for seed in (0, 1):
+        put(Spec("mnist", "convnet", "pgd", seed=seed), (1000, {"clean": 0.9 + 0.02 * seed}))
+    root = tmp_path / "results"
+    assert render("a {{ value mnist/convnet/pgd-short clean }} b", root) == "a 91.0 ± 1.4 b"
+    assert render("{{value mnist/convnet/erm-short clean}}", root) == "not run"
+    assert "| pgd | 2 | 91.0 ± 1.4 | 98.1 (-7.1) |" in render("{{ table table1 mnist short }}", root)
+    assert render("{{ table table1 cifar10 short }}", root).endswith("Adversarial robustness: not run.*")
+    assert render("{{ figure figure1 }}", root).endswith("not run.*")
+    (root / "figures").mkdir()
+    (root / "figures" / "figure1.svg").touch()
+    assert render("{{ figure figure1 }}", root).endswith("(../results/figures/figure1.svg)")
+    assert render("{{ zoo }}", root) == "No model is stored yet."
+    assert "verdict" in render("{{ claims mnist short }}", root)
+    assert render("{{ trends cifar10 short resnet18 }}", root).count("\n") == 1
+
+
+def test_a_mark_that_means_nothing_is_refused(tmp_path) -> None:
+    with pytest.raises(UsageError, match="did you mean 'table'"):
+        render("{{ tabel table1 }}", tmp_path)
+    with pytest.raises(UsageError, match="wrong number of words"):
+        render("{{ claims mnist }}", tmp_path)
+    with pytest.raises(UsageError, match=r"is generated from .*page\.md\.in, which is not there"):
+        write_page(tmp_path, tmp_path / "page.md")

@@ -1,0 +1,114 @@
+"""The zoo: weights in float16 and shards, loaded back to float32, with clear words for what is not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import dale
+from dale.errors import CheckpointError, UsageError
+from dale.files import read_json, write_json
+from dale.reproduction.store import publish
+from dale.zoo import entries, find, store, write_shards
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    data = dale.load_dataset("digits", train_size=64, validation_size=20, certification_size=1, test_size=40)
+    objective = dale.algorithms.dale(dale.Linf(epsilon=0.25), rho=0.5, steps=1)
+    return dale.fit(
+        dale.create_model("convnet", data),
+        objective,
+        data,
+        out=tmp_path_factory.mktemp("zoo") / "run",
+        epochs=1,
+        progress=False,
+        device="cpu",
+        loggers=(),
+    )
+
+
+def test_what_is_stored_is_loaded_in_float32_and_eval_mode(run, tmp_path, monkeypatch) -> None:
+    entry = store(run, "digits-dale", tmp_path)
+    assert [path.name for path in entry.weights] == ["digits-dale.safetensors"]
+    assert (entry.dataset, entry.rho, entry.perturbations()) == ("digits", 0.5, dale.Linf(epsilon=0.25))
+    monkeypatch.setenv("DALE_ZOO", str(tmp_path))
+    model = dale.load_model("zoo:digits-dale")
+    assert not any(module.training for module in model.modules())
+    for name, value in model.state_dict().items():
+        wanted = run.model.state_dict()[name]
+        assert value.dtype == wanted.dtype
+        assert torch.equal(value, wanted.half().float() if wanted.is_floating_point() else wanted)
+    assert [one.name for one in entries()] == ["digits-dale"]
+
+
+def test_a_run_folder_loads_as_ever(run) -> None:
+    model = dale.load_model(run.path)
+    assert all(torch.equal(value, run.model.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_large_weights_are_several_files(run, tmp_path) -> None:
+    tensors = {"a": torch.zeros(100), "b": torch.ones(100), "c": torch.zeros(500), "d": torch.ones(3)}
+    assert write_shards(tensors, "x", tmp_path, limit=800) == ["x-0.safetensors", "x-1.safetensors", "x-2.safetensors"]
+    entry = store(run, "m", tmp_path)
+    from dale.models.weights import stored_tensors
+
+    names = write_shards(stored_tensors(run.model, torch.float16), "m", tmp_path, limit=20_000)
+    assert len(names) > 1
+    write_json(entry.path, dict(entry.plain) | {"weights": names})
+    found = find("zoo:m", tmp_path).load().state_dict()
+    assert torch.equal(next(iter(found.values())), next(iter(entry.load().state_dict().values())))
+    write_json(entry.path, dict(entry.plain) | {"weights": names[:-1]})
+    with pytest.raises(CheckpointError, match="the weights lack"):
+        find("m", tmp_path).load()
+
+
+def test_what_is_not_there_gets_one_clear_line(run, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DALE_ZOO", str(tmp_path))
+    with pytest.raises(UsageError, match="no zoo at"):
+        dale.load_model("zoo:anything")
+    store(run, "mnist-dale", tmp_path)
+    with pytest.raises(UsageError, match="did you mean 'mnist-dale'"):
+        dale.load_model("zoo:mnist-dael")
+    for bad in ("", "a/b", ".x", "a b"):
+        with pytest.raises(UsageError, match="a model's name"):
+            store(run, bad, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"format": 9}, "does not describe a stored model"),
+        ({"weights": ["../x.safetensors"]}, "without a path"),
+        ({"weights": ["gone.safetensors"]}, "cannot read the weights"),
+        ({"image_shape": [1, 8]}, "damaged"),
+        ({"image_shape": [3, 8, 8]}, "does not belong to this model"),
+    ],
+)
+def test_a_damaged_entry_is_refused(run, tmp_path, change, line) -> None:
+    entry = store(run, "m", tmp_path)
+    entry.path.write_text(json.dumps(dict(entry.plain) | change))
+    with pytest.raises(CheckpointError, match=line):
+        find("m", tmp_path).load()
+
+
+def test_published_numbers_are_those_of_the_stored_weights(run, tmp_path) -> None:
+    said: list[str] = []
+    parts = ((10, ("fgsm",)), (20, ("fgsm",)), (10, ("pgd2",)))
+    entry = publish(run.path, "m", tmp_path, device="cpu", parts=parts, say=said.append)
+    assert [(part["n"], set(part["accuracies"])) for part in entry.published] == [
+        (20, {"clean", "fgsm"}),
+        (10, {"clean", "fgsm", "pgd2"}),
+    ]
+    data = dale.load_dataset("digits")
+    again = dale.evaluate(
+        entry.load(), data, entry.perturbations(), ["fgsm"], examples=20, progress=False, checks=False
+    )
+    assert entry.published[0]["accuracies"]["fgsm"] == again["fgsm"].accuracy.to_plain()
+    assert entry.published[0]["nominal_loss"]["rho"] == 0.5
+    assert len(said) == 3
+    before = read_json(entry.path)
+    publish(run.path, "m", tmp_path, device="cpu", parts=parts, say=said.append)  # what is done is not done again
+    assert read_json(entry.path) == before
