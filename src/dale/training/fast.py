@@ -10,6 +10,7 @@ plain path.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from dale.training.steps import PlainStep
 
 Fast = Literal["auto", "on", "off"]
 WARMUP = 3  # steps before capture: they compile, choose kernels and allocate
+COMPILING_PAYS = 120.0  # seconds a run would take eagerly; compiling takes up to 45 of them, and 3 once cached
 
 
 class FastStep(PlainStep):
@@ -45,7 +47,9 @@ class CapturedStep(FastStep):
     """The whole step as one CUDA graph, captured at the first call and replayed from then on.
 
     Everything that changes between two steps lives in tensors that stay where they are: the batch, the key, the
-    learning rate, the multipliers, the totals. A batch of another size than the first takes the plain path.
+    learning rate, the multipliers, the totals. A batch of another size than the first takes the plain path. Given the
+    number of `steps` of the run, one step is timed first, and a run too short to pay for compiling is captured as it
+    is.
     """
 
     def __init__(
@@ -57,13 +61,12 @@ class CapturedStep(FastStep):
         *,
         compiled: bool = True,
         mode: str | None = None,
+        steps: int | None = None,
     ) -> None:
         super().__init__(objective, dtype, device, replica)
         self.compiled = compiled
-        if compiled:
-            compiler = functools.partial(torch.compile, dynamic=False, mode=mode)
-            replica.compiler = functools.cache(compiler)
         self.mode = mode
+        self.steps = steps
         self.graph: torch.cuda.CUDAGraph | None = None
         self.forward: Callable[[Tensor], Tensor] | None = None
 
@@ -115,6 +118,12 @@ class CapturedStep(FastStep):
         static = Batch(self.images, self.labels, self.index, self.groups)
         state.duals = tuple(Dual(*(t.clone() for t in vars(dual).values())) for dual in state.duals)
         saved = _snapshot(state)
+        if self.compiled and self.steps is not None:
+            self.compiled = self._seconds(state, static) * self.steps > COMPILING_PAYS
+            _restore(state, saved)
+        if self.compiled:
+            self.replica.compiler = functools.cache(functools.partial(torch.compile, dynamic=False, mode=self.mode))
+        self.forward = None
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -128,6 +137,16 @@ class CapturedStep(FastStep):
             self._step_in_place(state, static)
         _restore(state, saved)
         self.duals, self.totals = state.duals, state.totals
+
+    def _seconds(self, state: TrainState, batch: Batch) -> float:
+        """The time of one step, run operation by operation; the first one loads and chooses kernels."""
+        self.forward = state.model
+        for _ in range(2):
+            torch.cuda.synchronize(self.device)
+            begin = time.perf_counter()
+            self._step_in_place(state, batch)
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begin
 
     def _step_in_place(self, state: TrainState, batch: Batch) -> None:
         """One step that leaves every tensor of the state where it is."""
@@ -170,9 +189,14 @@ def _restore(state: TrainState, saved: dict[int, Tensor]) -> None:
 
 
 def make_step(
-    model: nn.Module, objective: Objective, dtype: torch.dtype, device: torch.device, fast: Fast, long: bool = True
+    model: nn.Module,
+    objective: Objective,
+    dtype: torch.dtype,
+    device: torch.device,
+    fast: Fast,
+    steps: int | None = None,
 ) -> tuple[PlainStep, str]:
-    """Return the step for a run and a line that says which path it is and why. `long`: tuning kernels pays."""
+    """Return the step for a run and a line that says which path it is and why; `steps`: of the whole run."""
     plain = PlainStep(objective, dtype, device)
     if fast == "off":
         return plain, ""
@@ -185,8 +209,8 @@ def make_step(
             if device.type != "cuda":
                 return FastStep(objective, dtype, device, replica), ""
             torch.backends.cudnn.benchmark = True
-            line = "fast path: compiling and capturing the step; the first one takes up to a minute"
-            return CapturedStep(objective, dtype, device, replica, compiled=long), line
+            line = "fast path: capturing the step; where the run is long enough it is compiled first, in up to a minute"
+            return CapturedStep(objective, dtype, device, replica, steps=steps), line
         reason = replica
     return plain, f"fast path off: {reason}" if fast == "on" or device.type == "cuda" else ""
 
