@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dale.errors import DaleError
-from dale.reproduction import Spec
+from dale.reproduction import Spec, rows_of
 from dale.reproduction.figures import draw
 
 MNIST = Spec("mnist", "convnet", "dale", {"rho": 0.8})
@@ -34,6 +34,16 @@ def test_both_figures(put, tmp_path) -> None:
         first = svg.read_bytes()
         draw(name, spec.dataset, spec.model, "short", root)
         assert svg.read_bytes() == first
+
+
+def test_the_second_figure_is_of_the_longest_run(put, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    put(CIFAR, (10, {"clean": 0.9}), series=SERIES)
+    best = rows_of("best", "cifar10")[0].spec("cifar10", "resnet18", "short", 0)
+    longer = SERIES | {name: [*SERIES[name], SERIES[name][-1]] for name in ("epoch", "nominal_loss", "robust_loss")}
+    put(best, (10, {"clean": 0.9}), series=longer | {"multiplier": [1, 1, 1, 1], "limit": 0.123})
+    svg, _ = draw("figure2", "cifar10", "resnet18", "short", tmp_path / "results")
+    assert "ρ = 0.123" in svg.read_text()  # noqa: RUF001
 
 
 def test_without_numbers_there_is_no_figure(put, tmp_path) -> None:

@@ -35,6 +35,16 @@ def test_marks_are_replaced_by_numbers(put, tmp_path) -> None:
     assert render("{{ trends cifar10 short resnet18 }}", root).count("\n") == 1
 
 
+def test_train_mode_has_a_table_of_its_own(put, tmp_path) -> None:
+    root = tmp_path / "results"
+    assert render("{{ mode mnist short }}", root) == "*mnist, short: not run.*"
+    trained = {"accuracies": {"fgsm": {"accuracy": 0.96}, "pgd": {"accuracy": 0.92}}}
+    put(Spec("mnist", "convnet", "pgd"), (1000, {"fgsm": 0.95, "pgd10@0.1-last": 0.9}), paper_mode=trained)
+    put(Spec("mnist", "convnet", "erm"), (1000, {"fgsm": 0.1, "pgd10@0.1-last": 0.0}))
+    lines = render("{{ mode mnist short }}", root).splitlines()
+    assert lines[2:] == ["| pgd | 95.0 | 96.0 | 95.5 | 90.0 | 92.0 | 93.1 |"]
+
+
 def test_a_mark_that_means_nothing_is_refused(tmp_path) -> None:
     with pytest.raises(UsageError, match="did you mean 'table'"):
         render("{{ tabel table1 }}", tmp_path)

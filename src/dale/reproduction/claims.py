@@ -36,8 +36,8 @@ def claims(dataset: str) -> list[Claim]:
     for plain in recipes()["claims"]:
         if dataset in plain.get("datasets", DATASETS):
             attack = paper_attack(dataset, "pgd") if plain["attack"] == "pgd" else plain["attack"]
-            sides = [(str(table), str(label)) for table, label in (plain["left"], plain["right"])]
-            found.append(Claim(plain["text"], dataset, *sides, attack, plain.get("expected", "above")))
+            left, right = ((str(table), str(label)) for table, label in (plain["left"], plain["right"]))
+            found.append(Claim(plain["text"], dataset, left, right, attack, plain.get("expected", "above")))
     return found
 
 

@@ -6,6 +6,7 @@ Beside the page lies its template, `results.md.in`: prose by hand, with marks th
     {{ claims cifar10 short }}                the claims with their numbers and verdicts
     {{ trends cifar10 short resnet18 }}       Table 6's trends
     {{ value cifar10/resnet18/trades-short autoattack-fast }}    one number, over the seeds on file
+    {{ mode cifar10 short }}                  the paper's columns in eval and in train mode
     {{ figure figure1 }}                      a figure, where it is drawn
     {{ zoo }}                                 the stored models
 """
@@ -18,9 +19,10 @@ from pathlib import Path
 
 from dale.errors import UsageError, unknown
 from dale.files import read_text, write_text
-from dale.reproduction.catalogue import TABLES
+from dale.reproduction.catalogue import TABLES, rows_of
 from dale.reproduction.claims import claims_table, trends
-from dale.reproduction.results import read_result, summarise
+from dale.reproduction.recipes import default_model, paper_attack
+from dale.reproduction.results import find_results, read_result, summarise
 from dale.reproduction.tables import MISSING, make_table, percent
 from dale.zoo import entries
 
@@ -48,6 +50,7 @@ def render(template: str, root: Path) -> str:
         "claims": lambda root, dataset, budget: claims_table(root, dataset, budget).rstrip("\n"),
         "trends": lambda root, dataset, budget, model: "\n".join(trends(root, model, budget)),
         "value": _value,
+        "mode": _mode,
         "figure": _figure,
         "zoo": _zoo,
     }
@@ -73,6 +76,29 @@ def _value(root: Path, row: str, attack: str) -> str:
     paths = sorted((root / row).parent.glob(f"{(root / row).name}-seed*.json"))
     summary = summarise([read_result(path) for path in paths], attack)
     return MISSING if summary is None else percent(summary)
+
+
+def _mode(root: Path, dataset: str, budget: str) -> str:
+    """Table 1 in eval mode and, where a run measured it, with perturbed images in train mode."""
+    lines = [
+        "| row | FGSM, eval | FGSM, train | paper | PGD, eval | PGD, train | paper |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows_of("table1", dataset):
+        results = find_results(root, row.spec(dataset, default_model(dataset), budget, 0))
+        results = [result for result in results if "paper_mode" in result.plain]
+        if not results or row.printed is None:
+            continue
+        cells = [row.label]
+        for place, name in ((1, "fgsm"), (2, "pgd")):
+            trained = [result.plain["paper_mode"]["accuracies"][name]["accuracy"] for result in results]
+            cells += [
+                percent(summarise(results, paper_attack(dataset, name))),
+                f"{100 * sum(trained) / len(trained):.1f}",
+            ]
+            cells.append(str(float(row.printed[place])))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else f"*{dataset}, {budget}: {MISSING}.*"
 
 
 def _figure(root: Path, name: str) -> str:

@@ -42,6 +42,8 @@ class WorkerLaunch(Launch):
         own = super().environment()
         if self.cache is not None:
             own.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.cache.resolve()))
+        if self.threads:  # each would start one compiler per core otherwise
+            own.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(self.threads))
         return own
 
 
