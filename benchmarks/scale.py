@@ -1,11 +1,17 @@
 """Scale: two gloo processes against one, the cost of a checkpoint, and what a sweep adds to its runs.
 
     python benchmarks/scale.py [DATA_DIR] [--quick]
+    python benchmarks/scale.py --only checkpoint --device cuda       # on a GPU, ResNet-18 on the fast path
 
-Overhead of the engine: the step as one process does it, against the same step by the distributed code in a group of one
-process (DistributedDataParallel, the message, the agreement on signals), rounds alternating, the median of the rounds'
-ratios. Two processes share the machine's cores, so their speed says what they cost together, not what a second machine
-would bring. A checkpoint is timed on ResNet-18 as CIFAR-10 trains it, against an epoch extrapolated from timed steps.
+Overhead of the engine: two processes, one thread each, share a batch of 128. In turns both take the step on their
+halves alone, with nothing exchanged, and together, with all that the engine does (DistributedDataParallel, the message
+of violations and metrics, the agreement on signals). A round's time is that of the slower process; the overhead is the
+median over rounds of the ratio of the two, which neighbours in time see the same machine. Two processes share the
+machine's cores, so their speed against one process says what they cost together, not what a second machine would bring.
+
+Checkpoint: ResNet-18 as CIFAR-10 trains it, with momentum and an average. What counts is the time that training loses:
+the training thread's own (`blocking`), and what the thread that writes takes away from the steps beside it
+(`slowdown`: epochs with a checkpoint against epochs without, in turns). On a CPU an epoch is extrapolated from steps.
 """
 
 from __future__ import annotations
@@ -26,12 +32,16 @@ from torch import nn
 
 import dale
 from dale import algorithms, random
-from dale.data import Loader
-from dale.environment import environment
+from dale.data import Loader, Split
+from dale.environment import environment, find_device, no_denormals
 from dale.training import distributed
 from dale.training.averaging import AveragedModel, Averaging
+from dale.training.checkpoints import Snapshot, Writer
+from dale.training.fast import CapturedStep, make_step
+from dale.training.optimisers import SGD
 from dale.training.parallel import DistributedStep, synchronised
 from dale.training.runs import RunFolder
+from dale.training.selection import Candidate
 from dale.training.state import TrainState
 from dale.training.steps import PlainStep
 
@@ -72,9 +82,10 @@ def _prepare(norm: bool, place: torch.device, shared: bool) -> tuple[PlainStep, 
 
 def train(norm: bool, steps: int) -> dict[str, Any]:
     """Losses of `steps` steps and the seconds of each, in this process's group."""
-    with distributed.connected("cpu") as place:
+    with no_denormals(), distributed.connected("cpu") as place:
         step, state, loader = _prepare(norm, place, distributed.active())
         losses, seconds = [], []
+        agreement = distributed.Agreement()
         with synchronised(state.model, norm):
             state.model.train()
             for number in range(steps):
@@ -84,87 +95,133 @@ def train(norm: bool, steps: int) -> dict[str, Any]:
                 state.totals = {}
                 began = time.perf_counter()
                 step(state, batch, random.key(0).fold(number))
-                distributed.agreed(0)
+                agreement(0)
                 seconds.append(time.perf_counter() - began)
                 losses.append(float(state.totals["loss"] / state.totals["size"]))
+        agreement.settled()
     return {"losses": losses, "seconds": statistics.median(seconds), "first": distributed.is_main()}
 
 
 def overhead(rounds: int) -> dict[str, float]:
-    """The engine's share of a step: one process, with and without it."""
-    with distributed.connected("cpu") as place:
-        plain, shared = _prepare(False, place, False), _prepare(False, place, True)
-        times: dict[str, list[float]] = {"plain": [], "shared": []}
+    """The engine's share of a step: two processes, on their halves of a batch, with and without it."""
+    with no_denormals(), distributed.connected("cpu") as place:
+        ways = {"halves": _prepare(False, place, False), "engine": _prepare(False, place, True)}
+        agreement = distributed.Agreement()
+        times: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(rounds):
-            for name, (step, state, loader) in (("plain", plain), ("shared", shared)):
+            for name in sorted(ways, reverse=bool(number % 2)):
+                step, state, loader = ways[name]
                 state.model.train()
                 batch = next(loader.epoch(number))
+                distributed.agreed(0)  # both begin at once
                 began = time.perf_counter()
                 step(state, batch, random.key(0).fold(number))
-                distributed.agreed(0)
+                if name == "engine":
+                    agreement(0)
                 times[name].append(time.perf_counter() - began)
-    ratios = [s / p for p, s in zip(times["plain"][2:], times["shared"][2:], strict=True)]
+        agreement.settled()
+        # of each round the slower process
+        slower = {
+            name: distributed.reduce_(torch.tensor(seconds[2:]), torch.distributed.ReduceOp.MAX).tolist()
+            for name, seconds in times.items()
+        }
+    ratios = [e / h for h, e in zip(slower["halves"], slower["engine"], strict=True)]
     return {
-        "plain_ms": 1e3 * statistics.median(times["plain"][2:]),
-        "engine_ms": 1e3 * statistics.median(times["shared"][2:]),
+        "rounds": len(ratios),
+        "halves_ms": 1e3 * statistics.median(slower["halves"]),
+        "engine_ms": 1e3 * statistics.median(slower["engine"]),
         "overhead": statistics.median(ratios) - 1.0,
+        "overhead_quartiles": [q - 1.0 for q in statistics.quantiles(ratios, n=4)[::2]],
     }
 
 
 def message(rounds: int) -> dict[str, float]:
-    """Seconds of the two messages of a step between two processes."""
+    """Seconds of the message of a step between two processes, beside the gradients."""
     with distributed.connected("cpu"):
         values = [torch.zeros(()) for _ in range(5)] + [torch.zeros(10) for _ in range(4)]
         seconds = []
         for _ in range(rounds):
             began = time.perf_counter()
             distributed.total(*values)
-            distributed.agreed(0)
             seconds.append(time.perf_counter() - began)
     return {"message_ms": 1e3 * statistics.median(seconds)}
 
 
-def checkpoint(data_dir: str | None, steps: int) -> dict[str, Any]:
-    """A checkpoint of ResNet-18 with momentum and an average, against an epoch of CIFAR-10 at these settings."""
-    name = "cifar10" if data_dir is not None else None
-    if name is not None:
-        data = dale.load_dataset(name, data_dir=data_dir)
-        images = len(data.train)
-        loader = Loader(data.train, BATCH, seed=0)
-        batches = loader.epoch(0)
+def _resnet(device: torch.device, data_dir: str | None) -> tuple[PlainStep, TrainState, Loader, str]:
+    """ResNet-18 under DALE as CIFAR-10 trains it, on the fast path where there is a GPU."""
+    on_gpu = device.type == "cuda"
+    if data_dir:
+        data = dale.load_dataset("cifar10", data_dir=data_dir)
+        train, name = data.train, "cifar10"
     else:
-        images = 46_000
+        images = torch.randint(256, (46_000, 3, 32, 32), dtype=torch.uint8)
+        train, name = Split.of(images, torch.arange(46_000) % 10), "random images of its shape"
+    loader = Loader(train, 512 if on_gpu else 16, seed=0, device=device)
     torch.manual_seed(0)
-    model = dale.create_model("resnet18", channels=3, size=(32, 32), num_classes=10)
+    model = dale.create_model("resnet18", channels=3, size=(32, 32), num_classes=10).to(device)
     objective = algorithms.dale(dale.Linf(epsilon=8 / 255), rho=0.8, steps=10)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    state = TrainState(model, optimiser, objective.initial_duals(10), AveragedModel(model, Averaging()))
-    step = PlainStep(objective, torch.float32, torch.device("cpu"))
-    seconds = []
-    for number in range(steps):
-        if name is not None:
-            batch = next(batches)
-        else:
-            batch = dale.batch.Batch.of(torch.rand(BATCH, 3, 32, 32), torch.randint(10, (BATCH,)))
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    step, _ = make_step(model, objective, dtype, device, "auto" if on_gpu else "off")
+    optimiser = SGD(learning_rate=0.01).build(model, captured=isinstance(step, CapturedStep))
+    state = TrainState(model, optimiser, objective.initial_duals(10, device=device), AveragedModel(model, Averaging()))
+    return step, state, loader, name
+
+
+def checkpoint(data_dir: str | None, device: str, steps: int, rounds: int) -> dict[str, Any]:
+    """What a checkpoint every epoch costs: `rounds` epochs of `steps` steps with one, as many without, in turns."""
+    place = find_device(device)
+    step, state, loader, name = _resnet(place, data_dir)
+
+    def train(folder: RunFolder | None, writer: Writer) -> tuple[float, float]:
+        """An epoch that begins with a checkpoint, or does not: its seconds, and those of handing it over."""
         began = time.perf_counter()
-        step(state, batch, random.key(number))
-        seconds.append(time.perf_counter() - began)
-    epoch = min(seconds) * (images // BATCH)
-    with tempfile.TemporaryDirectory(dir=".") as folder:
-        written = []
-        for number in range(1, 6):
-            state.epoch = number
+        blocking = 0.0
+        if folder is not None:
+            state.epoch += 1
+            state.selection.add(Candidate(state.epoch, float(state.epoch), -1.0))
+            writer.put(Snapshot.of(state, len(loader), candidate=True))
+            blocking = time.perf_counter() - began
+        for number, batch in zip(range(steps), loader.epoch(0), strict=False):
+            step(state, batch, random.key(number))
+        if place.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began, blocking
+
+    with tempfile.TemporaryDirectory(dir=".") as place_on_disk:
+        folder = RunFolder(place_on_disk)
+        written: list[float] = []
+
+        def write(snapshot: Snapshot) -> None:
             began = time.perf_counter()
-            RunFolder(folder).save_checkpoint(state, 1)
+            folder.write_checkpoint(snapshot)
             written.append(time.perf_counter() - began)
-        size = sum(p.stat().st_size for p in Path(folder).rglob("*.safetensors")) // 2
+
+        writer = Writer(write)
+        train(None, writer)  # compiles, captures, allocates
+        found = []
+        for _ in range(rounds):
+            without, (with_one, blocking) = train(None, writer)[0], train(folder, writer)
+            writer.wait()
+            found.append((without, with_one, blocking))
+        size = max(p.stat().st_size for p in Path(place_on_disk).rglob("step-*"))
+    without, _, blocking = (statistics.median(column) for column in zip(*found, strict=True))
+    epoch = without * len(loader) / steps
+    lost = statistics.median(w - o for o, w, _ in found)
     return {
-        "checkpoint_seconds": statistics.median(written),
+        "device": torch.cuda.get_device_name() if place.type == "cuda" else "cpu",
+        "path": type(step).__name__,
+        "data": name,
+        "rounds": rounds,
+        "steps_per_round": steps,
+        "batch_size": loader.batch_size,
         "checkpoint_mib": size / 2**20,
-        "step_seconds": min(seconds),
         "epoch_seconds": epoch,
-        "share_of_an_epoch": statistics.median(written) / epoch,
-        "data": name or "random images of its shape",
+        "writing_seconds_in_the_background": statistics.median(written),
+        "blocking_seconds": blocking,
+        "blocking_seconds_each": [round(b, 4) for _, _, b in found],
+        "lost_seconds": lost,
+        "blocking_share_of_an_epoch": blocking / epoch,
+        "lost_share_of_an_epoch": lost / epoch,
     }
 
 
@@ -215,8 +272,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data_dir", nargs="?", default=os.environ.get("DALE_DATA"), help="where CIFAR-10 lies")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--device", default="cpu", help="where checkpoints are measured: cpu or cuda")
+    parser.add_argument("--only", choices=("processes", "engine", "checkpoint", "sweep"), help="one section alone")
     args = parser.parse_args()
-    found: dict[str, Any] = {"environment": environment(), "threads_per_process": 1}
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if args.only and RESULTS.exists() else {}
+    parts = {
+        "processes": processes,
+        "engine": lambda quick: {
+            "engine": _together(2, "overhead", 30 if quick else 300),
+            "messages": _together(2, "message", 200 if quick else 1000),
+        },
+        "checkpoint": lambda quick: {
+            f"checkpoint_{args.device}": checkpoint(args.data_dir, args.device, *_extent(args.device, quick))
+        },
+        "sweep": lambda quick: {"sweep": sweep(2 if quick else 5)},
+    }
+    for name, part in parts.items():
+        if args.only in (None, name):
+            found |= {key: value | {"environment": environment()} for key, value in part(args.quick).items()}
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+
+
+def _extent(device: str, quick: bool) -> tuple[int, int]:
+    """Steps in a round and rounds: whole epochs on a GPU, a step or two on a CPU."""
+    if device == "cpu":
+        return (1, 1) if quick else (2, 2)
+    return (90, 3 if quick else 10)
+
+
+def processes(quick: bool) -> dict[str, Any]:
+    """Fifty steps by one process and by two: the same losses."""
+    found = {}
     for norm in (False, True):
         one, two = _together(0, "train", norm, 50), _together(2, "train", norm, 50)
         # against the largest loss: the Lagrangian passes through zero
@@ -224,17 +312,12 @@ def main() -> None:
         gaps = [abs(a - b) / scale for a, b in zip(one["losses"], two["losses"], strict=True)]
         found["synchronised_batchnorm" if norm else "no_batchnorm"] = {
             "steps": 50,
+            "threads_per_process": 1,
             "largest_relative_difference_of_losses": max(gaps),
             "one_process_ms": 1e3 * one["seconds"],
             "two_processes_ms": 1e3 * two["seconds"],
         }
-    found["engine"] = _together(1, "overhead", 30 if args.quick else 120)
-    found["messages"] = _together(2, "message", 200 if args.quick else 1000)
-    found["checkpoint"] = checkpoint(args.data_dir, 1 if args.quick else 4)
-    found["sweep"] = sweep(2 if args.quick else 5)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2))
+    return found
 
 
 if __name__ == "__main__":

@@ -167,10 +167,18 @@ def messages() -> dict[str, Any]:
     with distributed.connected("cpu"):
         rank = distributed.rank()
         rows = torch.arange(3 * rank, dtype=torch.float32).view(rank, 3)  # rank 0 has none
+        agreement = distributed.Agreement()
         return {
             "total": [t.tolist() for t in distributed.total(torch.tensor(1.0 + rank), torch.full((2, 1), 10.0 * rank))],
             "added": distributed.added(torch.tensor([2**40 + rank])).tolist(),
             "agreed": distributed.agreed(15 if rank == 1 else 0),
+            "late": [
+                agreement(7 * (rank == 2)),
+                agreement(0),
+                agreement(rank),
+                agreement.settled(),
+                agreement.settled(),
+            ],
             "gathered": distributed.gathered(rows).tolist(),
             "told": distributed.told("naïve" if rank == 0 else ""),
             "silence": distributed.told(""),

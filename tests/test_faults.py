@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
+from dale.files import read_tensors, write_tensors
+from dale.training.runs import RunFolder
 from processes import Group, start
 
 TINY = [
@@ -87,13 +90,13 @@ def test_sigkill_of_all_and_an_elastic_restart(whole, tmp_path):
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
 
 
-def torchrun(folder: Path, *arguments: str, seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    folder: Path, *arguments: str, variables: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """`torchrun ... dale train`, all of it: the agent, its store, its restarts."""
-    variables = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    around = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"} | (variables or {})
     words = [*TORCHRUN, "-m", "dale", "train", *arguments]
-    return subprocess.run(
-        words, cwd=folder, env=variables, capture_output=True, text=True, timeout=seconds, check=False
-    )
+    return subprocess.run(words, cwd=folder, env=around, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.verify
@@ -240,6 +243,74 @@ def test_flipped_bytes_in_the_newest_checkpoint(whole, tmp_path):
     assert again.wait() == [0, 0]
     assert "its checksum does not match its content; falling back to the checkpoint before it" in again.err(0)
     assert same_weights(tmp_path / "run", whole / "2" / "run", 1e-5)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_flipped_bytes_in_the_weights_of_a_run(tmp_path):
+    """A model with a flipped bit is not shipped: the next best epoch is; nor is it loaded without a word."""
+    assert train(tmp_path, 0, *TINY, "--epochs", "2", "--out", "run").wait() == [0]
+    run, again = tmp_path / "run", ("--resume", "run", "--no-evaluate", "--quiet", "--device", "cpu")
+    _flip(run / "model.safetensors")
+    refused = start(tmp_path, 0, "processes", "command", arguments=["evaluate", "run", "--quiet"])
+    assert refused.wait() == [1]
+    assert one_line(refused.err(0), "model.safetensors is damaged: its checksum does not match")
+    # two candidates, of which the better one is damaged; then both are
+    tensors, facts = read_tensors(checkpoints(run)[-1])
+    best = facts["selection"][0]
+    other = best | {"epoch": 3 - best["epoch"], "score": best["score"] - 0.1}
+    folder = RunFolder(run)
+    write_tensors(checkpoints(run)[-1], tensors, facts | {"selection": [best, other]})
+    folder.candidate(other["epoch"]).write_bytes(folder.candidate(best["epoch"]).read_bytes())
+    _flip(folder.candidate(best["epoch"]))
+    resumed = train(tmp_path, 0, *again)
+    assert resumed.wait() == [0]
+    assert f"candidate-0000{best['epoch']}.safetensors is damaged" in resumed.err(0)
+    assert json.loads((run / "summary.json").read_text())["selected_epoch"] == other["epoch"]
+    _flip(folder.candidate(other["epoch"]))
+    resumed = train(tmp_path, 0, *again)
+    assert resumed.wait() == [1]
+    assert one_line(resumed.err(0), "is damaged", "no other is left")
+
+
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+#include <sys/time.h>
+static const long by[] = {0, 100000000, -100000000, 5, -3};
+static long jump(void) { static unsigned long n; return by[n++ % 5]; }
+int clock_gettime(clockid_t id, struct timespec *t) {
+  static int (*real)(clockid_t, struct timespec *);
+  if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+  int code = real(id, t);
+  if (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE) t->tv_sec += jump();
+  return code;
+}
+time_t time(time_t *t) { struct timespec s; clock_gettime(CLOCK_REALTIME, &s); if (t) *t = s.tv_sec; return s.tv_sec; }
+int gettimeofday(struct timeval *t, void *z) {
+  struct timespec s; clock_gettime(CLOCK_REALTIME, &s); t->tv_sec = s.tv_sec; t->tv_usec = s.tv_nsec / 1000; return 0;
+}
+"""
+
+
+@pytest.mark.verify
+def test_a_system_clock_that_jumps(whole, tmp_path):
+    """Below Python: whatever library of either process asks for the time of day, it is years off, in turns."""
+    if shutil.which("cc") is None:
+        pytest.skip("making the clock jump needs a C compiler")
+    (tmp_path / "clock.c").write_text(CLOCK)
+    words = ["cc", "-shared", "-fPIC", "-o", "clock.so", "clock.c", "-ldl"]
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    done = torchrun(tmp_path, *TINY, "--out", "run", variables={"LD_PRELOAD": str(tmp_path / "clock.so")})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert same_weights(tmp_path / "run", whole / "2" / "run", 1e-6)
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        assert 0.0 < json.loads(line)["seconds"]["train"] < 1000.0
 
 
 def test_flipped_bytes_in_a_data_file(tmp_path):

@@ -143,6 +143,6 @@ def test_foreign_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         files.read_tensors(tmp_path / "folder")
     # facts that are no record, with a checksum that fits
-    save_file({}, tmp_path / "list", {"dale": "[1]", "digest": files._digest({}, "[1]")})
+    save_file({}, tmp_path / "list", {"dale": "[1]", "digest": files.digest({}, "[1]")})
     with pytest.raises(CheckpointError, match="damaged"):
         files.read_tensors(tmp_path / "list")

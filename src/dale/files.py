@@ -111,7 +111,7 @@ def _raw(tensor: Any) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
 
 
-def _digest(tensors: Mapping[str, Any], meta: str) -> str:
+def digest(tensors: Mapping[str, Any], meta: str) -> str:
     """A checksum over names, shapes, types, contents and the text beside them."""
     total = hashlib.blake2b(meta.encode(), digest_size=16)
     for name in sorted(tensors):
@@ -148,7 +148,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], meta: Mapping[str, Any
     """Write tensors and JSON-able facts beside them as one safetensors file with a checksum, atomically."""
     text = json.dumps(meta, allow_nan=False)
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_safetensors(path, held, {"dale": text, "digest": _digest(held, text)})
+    write_safetensors(path, held, {"dale": text, "digest": digest(held, text)})
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -166,6 +166,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise CheckpointError(f"{path} does not exist") from error
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged or not a checkpoint: {str(error).splitlines()[0]}") from error
-    if _digest(tensors, header["dale"]) != header["digest"] or not isinstance(meta, dict):
+    if digest(tensors, header["dale"]) != header["digest"] or not isinstance(meta, dict):
         raise CheckpointError(f"{path} is damaged: its checksum does not match its content")
     return tensors, meta

@@ -218,7 +218,7 @@ def _safetensors() -> Target:
     from safetensors.torch import save
     from torch import nn
 
-    from dale.files import _digest, read_tensors, write_tensors
+    from dale.files import digest, read_tensors, write_tensors
     from dale.models import load_weights
     from dale.training.state import TrainState
 
@@ -240,7 +240,7 @@ def _safetensors() -> Target:
         """A checkpoint whose facts are changed and whose checksum is right: what a stranger could make."""
         text = data.decode("utf-8", "replace")
         tensors = {name: tensor.clone() for name, tensor in fresh.tensors().items()}
-        return save(tensors, {"dale": text, "digest": _digest(tensors, text)})
+        return save(tensors, {"dale": text, "digest": digest(tensors, text)})
 
     def read(path: Path) -> None:
         _readers(lambda: state().restore(*read_tensors(path)), lambda: load_weights(nn.Linear(3, 2), path))

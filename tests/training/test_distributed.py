@@ -138,6 +138,7 @@ def test_messages(tmp_path):
         assert found["total"] == [6.0, [[30.0], [30.0]]]
         assert found["added"] == [3 * 2**40 + 3]
         assert found["agreed"] == 15
+        assert found["late"] == [0, 7, 0, 2, 0]  # each the answer to the question before
         assert found["gathered"] == [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
         assert found["told"] == "naïve"
         assert found["silence"] == ""
@@ -159,6 +160,7 @@ def test_alone_nothing_is_sent(monkeypatch):
         assert distributed.total(tensor)[0] is tensor
         assert distributed.gathered(tensor) is tensor
         assert distributed.agreed(3) == 3
+        assert distributed.Agreement()(3) == 3
         assert distributed.told("here") == "here"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,9 +16,8 @@ from torch import Tensor, nn
 from dale.components import import_path, to_plain
 from dale.data import Dataset, Loader
 from dale.environment import no_denormals
-from dale.errors import UsageError, require, unknown
+from dale.errors import CheckpointError, UsageError, require, unknown
 from dale.files import finite, write_json
-from dale.models import load_weights
 from dale.objectives import Objective
 from dale.training import distributed
 from dale.training.averaging import AveragedModel
@@ -31,6 +31,7 @@ from dale.training.parallel import DistributedStep, leaves_parameters_unused, sy
 from dale.training.progress import Progress
 from dale.training.recipes import default_config
 from dale.training.runs import Run, RunFolder, save_model
+from dale.training.selection import Selection
 from dale.training.state import TrainState
 from dale.training.steps import PlainStep
 
@@ -136,7 +137,9 @@ def _step(
     else:
         # on a CPU, where the plain path's bits are promised, the fast one is taken only when asked for
         chosen: Fast = "off" if fast == "auto" and place.type == "cpu" else fast
-        step, line = make_step(model, objective, settings.dtype, place, chosen)
+        # a run that promises its bits may not choose by the clock how it computes them
+        steps = None if settings.deterministic else len(loader) * settings.epochs
+        step, line = make_step(model, objective, settings.dtype, place, chosen, steps)
     step.accumulate = settings.accumulate
     step.weight_perturbation = settings.weight_perturbation
     return step, line
@@ -146,15 +149,26 @@ def _finish(
     model: nn.Module, objective: Objective, data: Dataset, state: TrainState, folder: RunFolder, config: RunConfig
 ) -> dict[str, Any]:
     """Keep the last weights and the selected ones, and say what was selected and whether the limits are met."""
-    best = state.selection.best
-    assert best is not None  # the last epoch is always validated
 
-    def keep() -> None:
+    def keep() -> str:
         save_model(state.shipped, folder.path / "last.safetensors", config, data)
-        load_weights(model, folder.candidate(best.epoch))
+        candidates, lost = Selection(dict(state.selection.candidates)), []
+        while (best := candidates.best) is not None:
+            try:
+                folder.load_candidate(model, best.epoch)
+                break
+            except CheckpointError as error:  # the next best, rather than nothing
+                lost.append(f"{error}; the next best epoch was selected")
+                del candidates.candidates[best.epoch]
+        if best is None:  # the last epoch is always validated: something was lost
+            raise CheckpointError(
+                f"{lost[0].partition(';')[0]}, and no other is left; the last epoch's weights are safe"
+            )
         save_model(model, folder.path / "model.safetensors", config, data)
+        return json.dumps([best.epoch, lost])
 
-    distributed.first(keep)
+    epoch, lost = json.loads(distributed.told(distributed.first(keep) or ""))
+    best = state.selection.candidates[epoch]
     distributed.same_weights(model)
     model.eval()
     last = state.history[-1]
@@ -166,7 +180,7 @@ def _finish(
         "violation": best.violation if objective.constraints else None,
         "validation": next(r["validation"] for r in state.history if r["epoch"] == best.epoch),
         "multipliers": [constraint["multiplier"] for constraint in last["constraints"]],
-        "warnings": stuck(state.history, config.training.epochs),
+        "warnings": lost + stuck(state.history, config.training.epochs),
         "splits": {part: fingerprint(getattr(data, part)) for part in ("train", "certification")},
         "seconds": sum(r["seconds"]["total"] for r in state.history),
     }

@@ -22,6 +22,7 @@ from dale.data import Dataset
 from dale.environment import environment, find_device
 from dale.errors import CheckpointError, DaleError, UsageError
 from dale.files import (
+    digest,
     finite,
     read_json,
     read_tensors,
@@ -112,7 +113,7 @@ class RunFolder:
         """Write a snapshot and its candidates, and let go of what neither it nor the checkpoint before it needs."""
         snapshot.to_host()
         for epoch, weights in snapshot.candidates.items():  # before the checkpoint, which counts on them
-            write_safetensors(self.candidate(epoch), weights, metadata or {})
+            write_safetensors(self.candidate(epoch), weights, {**(metadata or {}), "digest": digest(weights, "")})
         write_tensors(self.checkpoints / f"step-{snapshot.step:09d}.safetensors", snapshot.tensors, snapshot.facts)
         found = self._found()
         usable = [path for number, path in found if number <= snapshot.step]
@@ -156,6 +157,10 @@ class RunFolder:
     def candidate(self, epoch: int) -> Path:
         """Where the weights of a candidate for selection lie."""
         return self.checkpoints / f"candidate-{epoch:05d}.safetensors"
+
+    def load_candidate(self, model: nn.Module, epoch: int) -> None:
+        """Load the weights of a candidate, checking their checksum."""
+        _load_checked(model, self.candidate(epoch))
 
     def write_metrics(self, history: list[dict[str, Any]]) -> None:
         """Write all log lines anew, as after a resume: those after the checkpoint are gone."""
@@ -222,7 +227,20 @@ def model_metadata(config: RunConfig, data: Dataset) -> dict[str, str]:
 
 def save_model(model: nn.Module, path: Path, config: RunConfig, data: Dataset) -> None:
     """Write weights with all that is needed to build the model again."""
-    save_weights(model, path, metadata=model_metadata(config, data))
+    metadata = model_metadata(config, data) | {"digest": _digest_of(model)}
+    save_weights(model, path, metadata=metadata)
+
+
+def _digest_of(model: nn.Module) -> str:
+    """The checksum of a model's weights, by the names that files have (without torch.compile's prefix)."""
+    return digest({name.removeprefix("_orig_mod."): tensor for name, tensor in model.state_dict().items()}, "")
+
+
+def _load_checked(model: nn.Module, path: Path) -> None:
+    """Load weights; where a checksum lies beside them, it must match what was read."""
+    recorded = load_weights(model, path).get("digest")
+    if recorded is not None and recorded != _digest_of(model):
+        raise CheckpointError(f"{path} is damaged: its checksum does not match its content")
 
 
 @dataclass
@@ -289,7 +307,7 @@ def _build(weights: Path, config: RunConfig) -> nn.Module:
         num_classes=num_classes,
         activation=config.model.activation,
     )
-    load_weights(model, weights)
+    _load_checked(model, weights)
     return model
 
 
