@@ -7,20 +7,27 @@ the checkout that dale runs from.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import safetensors
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from dale.components import from_plain, to_plain
+from dale.environment import find_device
 from dale.errors import CheckpointError, UsageError, unknown
 from dale.files import read_json, write_bytes, write_json
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from dale.perturbations import PerturbationSet
-    from dale.training.runs import Run
+from dale.models import create_model
+from dale.models.weights import stored_tensors
+from dale.perturbations import PerturbationSet
+from dale.training import runs
+from dale.training.runs import Run
 
 FORMAT = 1
 PREFIX = "zoo:"
@@ -63,17 +70,11 @@ class Entry:
 
     def perturbations(self) -> PerturbationSet:
         """The set that it was trained against."""
-        from dale.components import from_plain
-        from dale.perturbations import PerturbationSet
-
         found: PerturbationSet = from_plain(self.plain["perturbations"], PerturbationSet, where=str(self.path))
         return found
 
     def load(self, device: str = "cpu") -> nn.Module:
         """Build the model and load its weights, to float32, in eval mode."""
-        from dale.environment import find_device
-        from dale.models import create_model
-
         try:
             channels, height, width = (int(side) for side in self.plain["image_shape"])
             model = create_model(
@@ -132,8 +133,6 @@ def _read(path: Path) -> Entry:
 
 def load_model(path: Path | str, *, trust: bool = False, device: str = "cpu") -> nn.Module:
     """Load the selected model of a run, or "zoo:NAME", in eval mode: a plain module from [0, 1] images to logits."""
-    from dale.training import runs
-
     if isinstance(path, str) and path.startswith(PREFIX):
         return find(path).load(device)
     return runs.load_model(path, trust=trust, device=device)
@@ -141,11 +140,6 @@ def load_model(path: Path | str, *, trust: bool = False, device: str = "cpu") ->
 
 def store(run: Run, name: str, place: Path) -> Entry:
     """Store the selected model of a run in float16, under a name; nothing is published about it yet."""
-    import torch
-
-    from dale.components import to_plain
-    from dale.models.weights import stored_tensors
-
     require_name(name)
     data = run.config.data.dataset
     limits = [c.limit for c in run.objective.constraints if not c.on_accuracy and isinstance(c.limit, float)]
@@ -180,8 +174,6 @@ def require_name(name: str) -> None:
 
 def write_shards(tensors: Mapping[str, Tensor], name: str, place: Path, limit: int = SHARD) -> list[str]:
     """Write tensors as one file, or as several of at most `limit` bytes (a larger tensor alone); returns the names."""
-    from safetensors.torch import save
-
     shards: list[dict[str, Tensor]] = [{}]
     room = limit
     for key, tensor in tensors.items():
@@ -199,22 +191,16 @@ def write_shards(tensors: Mapping[str, Tensor], name: str, place: Path, limit: i
 
 def _facts(weights: Path) -> tuple[list[int], int]:
     """The image's shape and the number of classes, as a run's weights file says."""
-    import json
-
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(weights, framework="pt") as file:
+        with safetensors.safe_open(weights, framework="pt") as file:
             plain = json.loads((file.metadata() or {})["dale-model"])
             return [int(side) for side in plain["image_shape"]], int(plain["num_classes"])
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+    except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{weights} does not say which model it belongs to: {error}") from error
 
 
 def _load(model: nn.Module, files: Sequence[Path]) -> None:
     """Load shards into a model: names and shapes are compared before a tensor is read, and nothing may be missing."""
-    import safetensors
-
     expected = model.state_dict()
     found: dict[str, Tensor] = {}
     for path in files:

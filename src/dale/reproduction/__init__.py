@@ -2,7 +2,7 @@
 
 from dale.reproduction.catalogue import TABLES, Row, paper, rows_of, specs_of
 from dale.reproduction.recipes import BUDGETS, Spec, Stage, recipes
-from dale.reproduction.results import Result, find_results, read_result, summarise
+from dale.reproduction.results import Result, Summary, find_results, read_result, summarise
 from dale.reproduction.tables import Table, make_table
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Row",
     "Spec",
     "Stage",
+    "Summary",
     "Table",
     "find_results",
     "make_table",
