@@ -37,10 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from dale import kernels, load_dataset
+from dale import folding, kernels, load_dataset
 from dale.benchmark import bench, matmul_ceiling, synthetic_dataset
 from dale.benchmark.machine import peak_memory, seconds_of, start_memory, wait
 from dale.benchmark.workload import MakeStep, Workload, capture
@@ -58,10 +57,10 @@ from dale.training import RunConfig
 from dale.training.fast import CapturedStep, FastStep
 from dale.training.recipes import default_config
 from dale.training.steps import PlainStep
+from plain import EPSILON, plain_loop
 
-OWN_KERNELS = "+ own kernel for the stem"
+OWN_KERNELS = {"+ own kernels for the stem": ("narrow",), "+ own kernels for 64 channels": ("narrow", "wide")}
 RESULTS = Path(__file__).resolve().parent / "results"
-EPSILON, STEP_SIZE, NOISE = 8 / 255, 2 / 255, 1e-4
 # figure -> (at most, unit); what the issue of the fast path asks of one H200, and of two cores
 TARGETS = {
     "batch512 seconds per epoch": 3.8,
@@ -149,45 +148,49 @@ def switches(function: Callable[..., Any]) -> dict[str, bool]:
 
 
 @contextlib.contextmanager
-def library_only() -> Iterator[None]:
-    """Without the package's own GPU kernels, while a step is captured."""
-    before = kernels.available
-    kernels.available = lambda *_: False  # type: ignore[assignment]
+def only_kernels(*names: str) -> Iterator[None]:
+    """With these of the package's own GPU kernels alone, while a step is built and captured: narrow, wide."""
+    saved = kernels.fits_narrow, kernels.fits_wide, folding.blocks_pay
+    if "narrow" not in names:
+        kernels.fits_narrow = lambda *_: False
+    if "wide" not in names:
+        kernels.fits_wide = folding.blocks_pay = lambda *_: False
     try:
         yield
     finally:
-        kernels.available = before
+        kernels.fits_narrow, kernels.fits_wide, folding.blocks_pay = saved
 
 
 def table(lab: Lab) -> dict[str, Any]:
     """Each optimisation on top of those before it; then the whole fast path without one switch at a time."""
-    step, folding = switches(CapturedStep.__init__), switches(replicate)
+    step, joins = switches(CapturedStep.__init__), switches(replicate)
     config, plain32 = lab.recipe(), lab.recipe()
     plain32 = replace(plain32, training=replace(plain32.training, precision="float32"))
 
     def eager(model: nn.Module, objective: Objective, dtype: torch.dtype, device: torch.device) -> PlainStep:
         return PlainStep(objective, dtype, device)
 
-    off_step, off_folding = dict.fromkeys(step, False), dict.fromkeys(folding, False)
+    off_step, off_joins = dict.fromkeys(step, False), dict.fromkeys(joins, False)
     rows: dict[str, tuple[RunConfig, MakeStep]] = {  # the library's kernels alone
         "plain float32": (plain32, eager),
         "plain bfloat16": (config, eager),
-        "folded replica": (config, variant({}, off_folding, captured=False)),
-        "one CUDA graph": (config, variant(off_step, off_folding)),
+        "folded replica": (config, variant({}, off_joins, captured=False)),
+        "one CUDA graph": (config, variant(off_step, off_joins)),
     }
     if not lab.cuda:
         rows = {"plain float32": rows["plain float32"], "folded replica": rows["folded replica"]}
     elif not lab.args.uncompiled:
         for name in step:
             off_step = off_step | {name: True}
-            rows[f"+ {name}"] = (config, variant(off_step, off_folding))
-        for name in folding:
-            off_folding = off_folding | {name: True}
-            rows[f"+ {name} (replica)"] = (config, variant(off_step, off_folding))
-        rows[OWN_KERNELS] = (config, variant(off_step, off_folding))
+            rows[f"+ {name}"] = (config, variant(off_step, off_joins))
+        for name in joins:
+            off_joins = off_joins | {name: True}
+            rows[f"+ {name} (replica)"] = (config, variant(off_step, off_joins))
+        for name in OWN_KERNELS:
+            rows[name] = (config, variant(off_step, off_joins))
     found, steps = {}, max(2, lab.steps // 2)
     for name, (recipe, make) in rows.items():
-        with contextlib.nullcontext() if name == OWN_KERNELS else library_only():
+        with only_kernels(*OWN_KERNELS.get(name, ())):
             work = Workload(recipe, lab.data(recipe.data.dataset), lab.device, make=make)
             work.advance(3)
         found[name] = 1e3 * seconds_of(functools.partial(work.advance, steps), lab.device) / steps
@@ -206,6 +209,8 @@ def linear(lab: Lab) -> dict[str, Any]:
     for count in (1, 2, 5) if lab.smoke else (1, 2, 5, 10, 20):
         work.step = copy.copy(prototype)  # the same replica and compiled functions, captured anew
         work.step.objective = replace(work.objective, sampler=sampler.with_steps(count))
+        if isinstance(work.step, CapturedStep):
+            work.step.steps = None  # compiled, however short a run would be
         free(lab)
         start_memory(lab.device)
         work.advance(2)
@@ -239,56 +244,18 @@ def linear(lab: Lab) -> dict[str, Any]:
 
 
 def plain(lab: Lab) -> dict[str, Any]:
-    """The same loop as public code writes it, in float32 with TF32 off, at batch 128."""
+    """The same loop as public code writes it (plain.py), at batch 128."""
     config = lab.recipe(batch_size=128)
     data, size = lab.data(config.data.dataset), config.training.batch_size
     torch.backends.cudnn.benchmark = True  # as public code has it, to its advantage
     model = create_model(config.model.name, data).to(lab.device)
-    average = copy.deepcopy(model)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
     images, labels = data.train.images.to(lab.device), data.train.labels.to(lab.device)
-    nu, log = 1.0, []
-
-    def augmented(x: Tensor) -> Tensor:
-        padded, side = F.pad(x, (4, 4, 4, 4)), x.shape[-1]
-        i, j = (int(torch.randint(0, 9, ())) for _ in range(2))
-        cropped = padded[:, :, i : i + side, j : j + side]
-        return torch.where(torch.rand(len(x), 1, 1, 1, device=x.device) < 0.5, cropped.flip(3), cropped)
-
-    def kl(first: Tensor, second: Tensor) -> Tensor:
-        return F.kl_div(F.log_softmax(first, 1), F.softmax(second, 1), reduction="none").sum(1)
-
-    def step(number: int) -> None:
-        nonlocal nu
-        places = torch.randint(0, len(images), (size,), device=lab.device)
-        x, y = augmented(images[places].float() / 255), labels[places]
-        model.eval()
-        delta = 1e-3 * torch.randn_like(x)
-        for _ in range(config.build_objective().sampler.steps):  # type: ignore[union-attr]
-            delta.requires_grad_(True)
-            value = kl(model(x + delta), model(x)).clamp_min(1e-7).log().sum()
-            (gradient,) = torch.autograd.grad(value, delta)
-            noise = torch.distributions.Laplace(0.0, 1.0).sample(x.shape).to(x.device)
-            delta = delta.detach() + STEP_SIZE * (gradient + NOISE * noise).sign()
-            delta = (x + delta.clamp(-EPSILON, EPSILON)).clamp(0, 1) - x
-        model.train()
-        optimiser.zero_grad()
-        clean, robust = model(x), model(x + delta)
-        violation = F.cross_entropy(clean, y) - 0.8
-        loss = kl(robust, clean).mean() + nu * violation
-        loss.backward()
-        optimiser.step()
-        nu = max(0.0, nu + 1e-3 * violation.item())
-        with torch.no_grad():
-            for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
-                mine.mul_(0.995).add_(theirs, alpha=0.005)
-        log.append(loss.item())
-
+    sampler: Any = config.build_objective().sampler
+    step, count = plain_loop(model, images, labels, size, sampler.steps), max(2, lab.steps // 2)
     with matmul_precision(lab.device, "ieee"):
-        step(0)
-        step(1)
-        count = max(2, lab.steps // 2)
-        seconds = seconds_of(lambda: [step(n) for n in range(count)], lab.device) / count
+        step()
+        step()
+        seconds = seconds_of(step, lab.device, count)
     return {"step_seconds": seconds, "seconds_per_epoch": len(images) / size * seconds, "batch_size": size}
 
 

@@ -49,7 +49,9 @@ class Workload:
             self.step = make(self.model, self.objective, training.dtype, device)
         else:
             chosen: Fast = "off" if fast == "auto" and device.type == "cpu" else fast  # as in `dale.fit`
-            self.step, self.line = make_step(self.model, self.objective, training.dtype, device, chosen)
+            self.step, self.line = make_step(
+                self.model, self.objective, training.dtype, device, chosen, training.epochs * batches
+            )
         self.step.accumulate = training.accumulate
         self.step.weight_perturbation = training.weight_perturbation
         self.state = TrainState(
@@ -65,9 +67,9 @@ class Workload:
 
     @property
     def path(self) -> str:
-        """The path that the steps take: plain, folded or captured."""
+        """The path that the steps take: plain, folded, captured, or compiled and captured."""
         if isinstance(self.step, CapturedStep):
-            return "captured"
+            return "compiled and captured" if self.step.compiled else "captured"
         return "plain" if type(self.step) is PlainStep else "folded"
 
     def _batches(self) -> Iterator[Batch]:
