@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent))
 from dale.files import read_tensors, write_tensors
 from dale.training.runs import RunFolder
-from processes import Group, start
+from processes import Group, free_port, start
 
 TINY = [
     *("--device", "cpu", "--epochs", "4", "--batch-size", "32", "--steps", "2", "--ema", "0.9"),
@@ -87,33 +87,47 @@ def test_sigkill_of_all_and_an_elastic_restart(whole, tmp_path):
     assert same_weights(tmp_path / "run", whole / "2" / "run", 1e-5)
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+DYING = """
+import os, signal, threading, time, pathlib
+if os.environ.get("RANK") == os.environ.get("VICTIM") and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    def die():
+        while not list(pathlib.Path("run").glob("checkpoints/step-*")): time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=die, daemon=True).start()
+"""
 
 
-def torchrun(
-    folder: Path, *arguments: str, variables: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """`torchrun ... dale train`, all of it: the agent, its store, its restarts."""
-    around = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"} | (variables or {})
-    words = [*TORCHRUN, "-m", "dale", "train", *arguments]
-    return subprocess.run(words, cwd=folder, env=around, capture_output=True, text=True, timeout=240, check=False)
+def torchrun(folder: Path, *arguments: str, nodes: int = 1, **variables: str) -> tuple[list[int], list[str]]:
+    """`torchrun ... dale train` on two processes, all of it: agents, their store, their restarts; codes and stderr."""
+    (folder / "sitecustomize.py").write_text(DYING)
+    around = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"} | variables
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(2 // nodes), "--max-restarts", "1"]
+    if nodes > 1:
+        words += ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    words += ["-m", "dale", "train", *arguments]
+    agents, errors = [], []
+    for number in range(nodes):
+        errors.append(folder / f"agent-{number}")
+        with errors[-1].open("w") as file:
+            agents.append(subprocess.Popen(words, cwd=folder, env=around, stdout=subprocess.DEVNULL, stderr=file))
+    try:
+        codes = [agent.wait(240) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    return codes, [path.read_text() for path in errors]
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("victim", [0, 1])
-def test_torchrun_restarts_after_sigkill(victim, whole, tmp_path):
-    """torchrun itself starts the processes again, once, and the run ends as if nothing had happened."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal, threading, time, pathlib\n"
-        f"if os.environ.get('RANK') == '{victim}' and os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0':\n"
-        "    def die():\n"
-        "        while not list(pathlib.Path('run').glob('checkpoints/step-*')): time.sleep(0.001)\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    threading.Thread(target=die, daemon=True).start()\n"
-    )
-    done = torchrun(tmp_path, *TINY, "--out", "run")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"failed (exitcode: -9) local_rank: {victim}" in done.stderr
+@pytest.mark.parametrize(("nodes", "victim"), [(1, "0"), (1, "1"), (2, "1")])
+def test_torchrun_restarts_after_sigkill(nodes, victim, whole, tmp_path):
+    """torchrun itself starts the processes again, once, and the run ends as if nothing had happened.
+
+    With two agents, as on two machines, only that of the process killed counts a restart; the other follows.
+    """
+    codes, errors = torchrun(tmp_path, *TINY, "--out", "run", nodes=nodes, VICTIM=victim)
+    assert codes == [0] * nodes, errors
+    assert "failed (exitcode: -9) local_rank: " in "".join(errors)
     assert same_weights(tmp_path / "run", whole / "2" / "run", 1e-5)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
 
@@ -123,9 +137,9 @@ def test_a_restart_of_torchrun_does_not_take_over_a_run_that_was_there(tmp_path)
     """What the first attempt refuses, the restart refuses too: it continues its own run alone."""
     assert train(tmp_path, 2, *TINY, "--epochs", "1", "--out", "run").wait() == [0, 0]
     before = (tmp_path / "run" / "summary.json").stat().st_mtime_ns
-    done = torchrun(tmp_path, *TINY, "--epochs", "1", "--out", "run")
-    assert done.returncode == 1
-    assert done.stderr.count("dale: error: run already exists") in (2, 3, 4)  # twice, by as many as get to say it
+    codes, errors = torchrun(tmp_path, *TINY, "--epochs", "1", "--out", "run")
+    assert codes == [1]
+    assert errors[0].count("dale: error: run already exists") in (2, 3, 4)  # twice, by as many as get to say it
     assert (tmp_path / "run" / "summary.json").stat().st_mtime_ns == before
 
 
@@ -306,8 +320,8 @@ def test_a_system_clock_that_jumps(whole, tmp_path):
     (tmp_path / "clock.c").write_text(CLOCK)
     words = ["cc", "-shared", "-fPIC", "-o", "clock.so", "clock.c", "-ldl"]
     subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
-    done = torchrun(tmp_path, *TINY, "--out", "run", variables={"LD_PRELOAD": str(tmp_path / "clock.so")})
-    assert done.returncode == 0, done.stderr[-3000:]
+    codes, errors = torchrun(tmp_path, *TINY, "--out", "run", LD_PRELOAD=str(tmp_path / "clock.so"))
+    assert codes == [0], errors
     assert same_weights(tmp_path / "run", whole / "2" / "run", 1e-6)
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
         assert 0.0 < json.loads(line)["seconds"]["train"] < 1000.0
