@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -429,3 +430,20 @@ def test_sigkill_of_a_sweep_worker_and_of_the_sweep(sweep_file, tmp_path):
     os.kill(again.members[0].pid, signal.SIGTERM)
     assert again.wait() == [128 + signal.SIGTERM]
     assert one_line(again.err(0), "what the runs had done is saved")
+
+
+def test_every_promise_names_tests_that_exist():
+    """`docs/scaling.md` puts each promise next to its test."""
+    tests = Path(__file__).parent
+    page = (tests.parent / "docs" / "scaling.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line][1:]
+    assert len(table) >= 15
+    for line in table:
+        *_, promise, cell, _ = line.split("|")
+        named = re.findall(r"`([\w/]*\.py)?(?:::(\w+))?`", cell)
+        assert named or cell.strip() == "the same", line
+        file = ""
+        for path, test in named:
+            file = path or file
+            content = (tests / file).read_text()
+            assert not test or f"def {test}(" in content, f"{promise}: {file}::{test}"
