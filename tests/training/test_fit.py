@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 import signal
 import sys
@@ -252,3 +253,32 @@ def test_averaging_is_recorded_and_optional(data: dale.Dataset, tmp_path: Path) 
     run = dale.fit(_linear(), _row(), data, out=tmp_path / "run", averaging=Averaging(decay=0.5), **QUICK)
     assert run.config.training.averaging == Averaging(decay=0.5)
     assert run.folder.config(trust=True) == run.config
+
+
+def test_validation_attacks_in_the_precision_of_training_and_judges_in_float32(tmp_path):
+    data = dale.load_dataset("digits", train_size=64, validation_size=40)
+    model = dale.create_model("convnet", data)
+    seen: set[tuple[bool, torch.dtype]] = set()
+
+    def note(module: torch.nn.Module, images: object, logits: torch.Tensor) -> None:
+        if not module.training:
+            seen.add((torch.is_grad_enabled(), logits.dtype))
+
+    hook = model.register_forward_hook(note)
+    objective = dale.algorithms.erm()  # no sampler of its own in training, which would be seen too
+    objective = dataclasses.replace(objective, perturbations=dale.Linf(epsilon=0.1))
+    dale.fit(
+        model,
+        objective,
+        data,
+        out=tmp_path / "run",
+        progress=False,
+        epochs=1,
+        precision="bfloat16",
+        averaging=None,
+        validation=Validation(steps=2),
+    )
+    hook.remove()
+    assert (True, torch.bfloat16) in seen  # the attack climbs
+    assert (False, torch.float32) in seen  # the judge looks
+    assert (False, torch.bfloat16) not in seen

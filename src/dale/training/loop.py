@@ -225,6 +225,7 @@ class Trainer:
             self.training.validation,
             key=self.key.fold("validation"),
             batch_size=max(128, self.training.batch_size),
+            precision=self.step.precision,
         )
 
     def _record(self) -> dict[str, Any]:

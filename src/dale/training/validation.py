@@ -7,7 +7,8 @@ short PGD attack.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ from dale.random import Key
 from dale.samplers import Chain, pgd
 from dale.training import distributed
 from dale.training.selection import Candidate
+
+Precision = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +128,25 @@ def measure(constraint: Constraint, count: int, logits: Tensor, labels: Tensor, 
 
 
 def robust_accuracy(
-    model: nn.Module, split: Split, objective: Objective, attack: Chain, key: Key, batch_size: int, device: torch.device
+    model: nn.Module,
+    split: Split,
+    objective: Objective,
+    attack: Chain,
+    key: Key,
+    batch_size: int,
+    device: torch.device,
+    precision: Precision = nullcontext,
 ) -> float:
-    """The share of examples that stay right under an attack from one random start."""
+    """The share of examples that stay right under an attack from one random start.
+
+    The attack climbs in the `precision` of training, a fraction of float32's cost; what it finds is judged in float32.
+    """
     assert objective.perturbations is not None
     correct = torch.zeros((), device=device)
     with evaluating(model):
         for batch in _batches(distributed.share(split), batch_size, device):
-            delta = attack(model, batch, objective.perturbations, CrossEntropy(), key=key)[0]
+            with precision():
+                delta = attack(model, batch, objective.perturbations, CrossEntropy(), key=key)[0]
             with torch.no_grad():
                 perturbed = model(objective.perturbations.apply(batch.images, delta))
                 right = (perturbed.argmax(dim=1) == batch.labels) & (model(batch.images).argmax(dim=1) == batch.labels)
@@ -150,8 +164,9 @@ def validate(
     *,
     key: Key,
     batch_size: int,
+    precision: Precision = nullcontext,
 ) -> Validated:
-    """Validate the weights that will be shipped."""
+    """Validate the weights that will be shipped; `precision` is the context in which training runs the model."""
     device = next(model.parameters()).device
     logits, labels, groups = predict(model, held_out, batch_size, device)
     counts = [len(dual.multiplier) for dual in duals]
@@ -163,7 +178,7 @@ def validate(
     robust = math.nan
     if objective.perturbations is not None:
         attacked = held_out.first(config.count(train, held_out))
-        robust = robust_accuracy(model, attacked, objective, config.attack(), key, batch_size, device)
+        robust = robust_accuracy(model, attacked, objective, config.attack(), key, batch_size, device, precision)
     clean = float((logits.argmax(dim=1) == labels).double().mean())
     nominal = float(objective.nominal_loss(logits, logits, labels).double().mean())
     return Validated(clean, nominal, robust, measures, trained)
