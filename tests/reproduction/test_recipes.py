@@ -34,11 +34,11 @@ def test_every_row_has_a_recipe_that_builds(table: str, dataset: str, budget: st
 
 @pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
 def test_every_evaluation_has_the_papers_attacks_and_a_strong_one(dataset: str) -> None:
-    for budget in recipes()[dataset]["budgets"]:
+    for budget in ("full", "short", "smoke"):
         attacks = [name for stage in Spec(dataset, "convnet", "pgd", budget=budget).stages() for name in stage.attacks]
         assert {paper_attack(dataset, "fgsm"), paper_attack(dataset, "pgd"), "autoattack-fast"} <= set(attacks)
         assert attacks == [parse(name).name for name in attacks]  # results are found by these names
-        assert budget in BUDGETS
+    assert set(recipes()[dataset]["budgets"]) <= set(BUDGETS)
 
 
 def test_full_is_the_papers_setting() -> None:
@@ -88,6 +88,15 @@ def test_two_rows_have_one_name_exactly_when_they_are_one_run(budget: str) -> No
             config = spec.config()
             assert seen.setdefault(spec.path, config) == config
     assert len({config.to_yaml() for config in seen.values()}) == len(seen)
+
+
+def test_what_a_budget_gives_to_one_row_goes_to_no_other() -> None:
+    short = recipes()["mnist"]["budgets"]["short"]["rows"]
+    for name in ("clp", "alp", "mart", "pgd"):
+        objective = Spec("mnist", "convnet", name).config().objective
+        assert isinstance(objective, Algorithm)
+        assert objective.options.get("weight") == short.get(name, {}).get("weight")
+        assert Spec("mnist", "convnet", name).row == name
 
 
 def test_an_unknown_data_set_or_budget_is_refused() -> None:

@@ -49,13 +49,19 @@ class Spec:
     @property
     def row(self) -> str:
         """What sets the row apart, as in a file's name: "dale-rho0.8-steps5". The recipe's own values are left out."""
-        usual = {**recipes()[self.dataset]["options"], **(_budget(self).get("options") or {})}
+        usual = self._usual()
         parts = [self.algorithm]
         for name, value in self.options.items():
             if name not in usual or usual[name] != value:
                 text = re.sub(r"[^A-Za-z0-9.]+", "-", str(value)).strip("-")
                 parts.append(f"{_SHORT.get(name, name)}{'' if text[:1].isdigit() else '-'}{text}")
         return "-".join(parts)
+
+    def _usual(self) -> dict[str, Any]:
+        """The recipe's options: of the data set, of the budget, and of the budget for this row."""
+        budget = _budget(self)
+        by_row = (budget.get("rows") or {}).get(self.algorithm) or {}
+        return {**recipes()[self.dataset]["options"], **(budget.get("options") or {}), **by_row}
 
     @property
     def slug(self) -> str:
@@ -77,7 +83,7 @@ class Spec:
         base, budget = recipes()[self.dataset], _budget(self)
         taken = options_of(find_row(self.algorithm))
         by_rho = (budget.get("by_rho") or {}).get(self.options.get("rho")) or {}
-        usual = {**base["options"], **(budget.get("options") or {}), **by_rho}
+        usual = {**self._usual(), **by_rho}
         options = {name: value for name, value in usual.items() if name in taken} | dict(self.options)
         data = {**base["data"], **(budget.get("data") or {})}
         training: Training = from_plain({**budget["training"], "seed": self.seed}, Training, where="recipes.yaml")
