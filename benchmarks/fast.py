@@ -339,6 +339,8 @@ def cpu(lab: Lab) -> dict[str, Any]:
     lab.device, lab.cuda = torch.device("cpu"), False
     config = lab.recipe(batch_size=32, steps=2 if lab.smoke else 10)
     works = {name: lab.workload(config, fast) for name, fast in (("plain", "off"), ("fast", "on"))}
+    data = lab.data(config.data.dataset)
+    works["folded replica alone"] = Workload(config, data, lab.device, make=variant({}, {"fuse": False}))
     times: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         work.advance()
