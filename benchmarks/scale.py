@@ -275,10 +275,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data_dir", nargs="?", default=os.environ.get("DALE_DATA"), help="where CIFAR-10 lies")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--device", default="cpu", help="where checkpoints are measured: cpu or cuda")
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=best, help="where checkpoints are measured")
     parser.add_argument("--only", choices=("processes", "engine", "checkpoint", "sweep"), help="one section alone")
     args = parser.parse_args()
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if args.only and RESULTS.exists() else {}
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if args.only is None:  # what was measured on another machine stays
+        found = {name: value for name, value in found.items() if name.startswith("checkpoint_")}
     parts = {
         "processes": processes,
         "engine": lambda quick: {
