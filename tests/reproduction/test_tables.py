@@ -36,7 +36,8 @@ def test_ours_the_papers_the_difference_and_the_spread(put, tmp_path) -> None:
     assert list(rows) == [row.label for row in rows_of("table1", "cifar10")]
     assert "9 of 10 rows were not run." in table.notes
     assert "Made on A GPU, torch 2.11.0." in table.notes
-    assert any("on 10,000 test images" in note and "on 1,000 test images" in note for note in table.notes)
+    assert "On 10,000 test images: clean; FGSM; PGD-20; PGD-20, best iterate." in table.notes
+    assert "On 1,000 test images: PGD-20, 10 restarts; PGD-20, margin; APGD-CE + APGD-T." in table.notes
 
 
 def test_other_budgets_and_models_do_not_count(put, tmp_path) -> None:

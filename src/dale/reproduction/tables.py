@@ -213,25 +213,20 @@ def _average(results: Sequence[Result], key: str, digits: int) -> str:
 
 def _notes(found: Sequence[Sequence[Result]], specs: Sequence[Spec]) -> tuple[str, ...]:
     counts: dict[str, set[int]] = {}
-    for results in found:
-        for result in results:
-            for stage in result.plain["stages"]:
-                for name in stage["accuracies"]:
-                    if name != "worst":
-                        counts.setdefault(name, set()).add(stage["n"])
-    sizes: dict[tuple[int, ...], list[str]] = {}
-    for name, seen in counts.items():
-        smallest = tuple(sorted(seen))
-        if name != "clean":
-            sizes.setdefault(smallest, []).append(NAMES.get(name, name))
+    for result in (result for results in found for result in results):
+        for name in dict.fromkeys(name for stage in result.plain["stages"] for name in stage["accuracies"]):
+            if name != "worst" and (shown := result.accuracy(name)) is not None:
+                counts.setdefault(name, set()).add(shown["n"])
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, sizes in counts.items():
+        groups.setdefault(tuple(sorted(sizes)), []).append(NAMES.get(name, name))
     parts = [
-        f"{', '.join(names)} on {' or '.join(f'{n:,}' for n in seen)} test images" for seen, names in sizes.items()
+        f"On {' or '.join(f'{n:,}' for n in n_s)} test images: {'; '.join(names)}." for n_s, names in groups.items()
     ]
     machines = sorted({machine(result.plain["environment"]) for results in found for result in results})
     missing = sum(not results for results in found)
     lines = ["Accuracy in per cent; ± is the standard deviation over seeds. Under attack it is an upper bound."]
-    if parts:
-        lines.append("; ".join(parts) + ".")
+    lines += parts
     if machines:
         lines.append(f"Made on {'; '.join(machines)}.")
     if missing:
