@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from dale import random
-from dale.attacks import APGD, PGD
+from dale.attacks import APGD, PGD, Hunt
+from dale.attacks.adaptive import border
 from dale.batch import Batch
 from dale.errors import UsageError
-from dale.perturbations import L1, L2, Linf, PerturbationSet
+from dale.perturbations import L1, L2, Linf, PerturbationSet, Rotation
 
 BALLS: dict[str, PerturbationSet] = {"linf": Linf(epsilon=0.15), "l2": L2(epsilon=0.8), "l1": L1(epsilon=2.0)}
 Victim = tuple[nn.Module, object]
@@ -52,6 +53,15 @@ def test_restarts_begin_elsewhere(victim: Victim, batch: Batch) -> None:
         for n in (0, 1)
     )
     assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("name", ["linf", "l2"])
+def test_starts_lie_on_the_border(name: str, victim: Victim, batch: Batch) -> None:
+    hunt = Hunt(victim[0], batch, BALLS[name], None)
+    start = border(hunt, random.key(0))
+    assert start is not None
+    assert torch.allclose(BALLS[name].norm(start), torch.full((len(batch),), BALLS[name].radius))  # type: ignore[attr-defined]
+    assert border(Hunt(victim[0], batch, Rotation(degrees=5.0), None), random.key(0)) is None
 
 
 @pytest.mark.parametrize("options", [{"steps": 0}, {"restarts": 0}, {"objective": "t", "targets": 0}, {"targets": 3}])

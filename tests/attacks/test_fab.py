@@ -107,24 +107,23 @@ def test_falls_exactly_beyond_the_distance(norm: str) -> None:
             assert bool((model(one.images + delta).argmax(1) != one.labels).item()) is expected
 
 
-def test_both_ways_to_look_agree(victim: tuple[nn.Module, object], batch: Batch) -> None:
-    """In parts, as on a CPU, and all at once, as on an accelerator: the same points, values and gradients."""
-    model, ball, attack = victim[0], L2(epsilon=0.3), FAB(steps=6)
-    states = []
-    for all_at_once in (False, True):
-        clean = model(batch.images).detach()
-        hunt = Hunt(model, batch, ball, TargetMargin(rank=1), False, clean, guard=True)
-        with torch.no_grad():
-            value, gradient = hunt.value_and_gradient(hunt.zeros())
-            state = {"delta": hunt.zeros(), "value": value, "gradient": gradient, "across": hunt.seen > 0}
-            for _ in range(6):
-                point = attack._step(hunt, state)
-                state = attack._look_at_all(hunt, point) if all_at_once else attack._look(hunt, point, state["across"])
-        states.append({**state, "best": hunt.best, "margin": hunt.margin})
-    assert states[0]["across"].any()
-    for name in states[0]:
-        close = torch.isclose(states[0][name].float(), states[1][name].float(), atol=1e-3)
-        assert close.float().mean() > 0.98, name  # rounding of another batch shape may flip a few
+def test_a_point_across_is_pulled_back_and_keeps_its_boundary() -> None:
+    """On a linear classifier every linearised boundary is the boundary: one step reaches it from the image."""
+    w = torch.tensor([1.0, 2.0])
+    model = Plane(w, 0.4).eval()
+    batch = Batch.of(torch.tensor([[[[0.4, 0.4]]]]), torch.tensor([0]))  # 0.8 from the boundary along w: d = 0.16 w
+    hunt = Hunt(model, batch, L2(epsilon=0.1), TargetMargin(rank=1), False, model(batch.images), guard=True)
+    attack = FAB()
+    with torch.no_grad():
+        value, gradient = hunt.value_and_gradient(hunt.zeros())
+        first = attack._step(hunt, {"delta": hunt.zeros(), "value": value, "gradient": gradient})
+        assert first.flatten().tolist() == pytest.approx([-1.05 * 0.16, -1.05 * 0.32], abs=1e-6)
+        state = attack._look(hunt, first)
+    assert state["delta"].flatten().tolist() == pytest.approx([-0.9 * 1.05 * 0.16, -0.9 * 1.05 * 0.32], abs=1e-6)
+    # the value carried over is the value there, since the classifier is linear
+    there = model(batch.images + state["delta"])
+    assert state["value"].item() == pytest.approx((there[0, 1] - there[0, 0]).item(), abs=1e-6)
+    assert hunt.seen.item() > 0 > hunt.margin.item() == pytest.approx(-1.6)  # across, but outside the ball
 
 
 def test_spends_what_it_says(victim: tuple[nn.Module, object], batch: Batch) -> None:
@@ -132,7 +131,8 @@ def test_spends_what_it_says(victim: tuple[nn.Module, object], batch: Batch) -> 
     found = attack.run_round(
         model, batch, Linf(epsilon=1e-4), 0, random.key(0), clean_logits=model(batch.images).detach()
     )
-    budget = attack.budget(10)
-    assert budget.restarts == 2
-    assert 5 * len(batch) <= found.gradients <= budget.gradients / 2 * len(batch)
-    assert found.queries <= budget.queries / 2 * len(batch)
+    assert attack.budget(10).gradients == 2 * 5
+    assert attack.budget(10).restarts == 2
+    assert found.queries == 0
+    # a few of the batch are wrong from the start and are let go at once
+    assert 4 * len(batch) < found.gradients <= 5 * len(batch)

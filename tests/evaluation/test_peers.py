@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -55,9 +56,11 @@ def reference(victim: Victim, norm: str, attack: str, change: Any = None, seed: 
 
 @pytest.mark.parametrize("start", ["zero", "uniform"])
 def test_pgd_equals_foolbox(victim: Victim, start: str) -> None:
+    """In float64, where a sign depends on rounding for next to no pixel."""
     foolbox = peer("foolbox")
-    model, split = victim
-    batch = next(split.batches(500))
+    model, split = copy.deepcopy(victim[0]).double(), victim[1]
+    single = next(split.batches(500))
+    batch = Batch(single.images.double(), single.labels, single.index)
     ball, step = Linf(epsilon=0.15), 0.02
     attack = parse(f"pgd10@{step}-zero-last")
     begin = torch.zeros_like(batch.images)
@@ -76,14 +79,9 @@ def test_pgd_equals_foolbox(victim: Victim, start: str) -> None:
     adversary = Given(abs_stepsize=step, steps=10, random_start=True)
     wrapped = foolbox.PyTorchModel(model, bounds=(0, 1))
     theirs, _, _ = adversary(wrapped, batch.images, batch.labels, epsilons=ball.epsilon)
-    for parameter in model.parameters():
-        parameter.grad = None
     mine = _from(attack, model, batch, ball, begin)
-    difference = (batch.images + mine - theirs).abs().flatten(1).amax(1)
-    # where a gradient is zero but for rounding its sign is anybody's guess, and an example may go another way
-    assert (difference < 1e-5).float().mean() > 0.98
-    outcome = [(model(images).argmax(1) != batch.labels).float().mean() for images in (theirs, batch.images + mine)]
-    assert abs(outcome[0] - outcome[1]) <= 0.002
+    assert (batch.images + mine - theirs).abs().max() < 1e-12
+    assert (mine - begin).abs().flatten(1).amax(1).min() > 0.01  # every image moved
 
 
 def _from(attack: Attack, model: nn.Module, batch: Batch, ball: PerturbationSet, begin: Tensor) -> Tensor:
@@ -132,7 +130,8 @@ def test_parts_at_standard_budgets(victim: Victim, norm: str, name: str) -> None
 
     victim = (victim[0], victim[1].first(500))
     attack: str | Attack = Square(queries=1000) if name == "square" else name
-    seeds = range(3) if name == "apgd-ce" else range(1)
+    # one run from one random start moves by half a point with the seed alone
+    seeds = range(3) if name.startswith("apgd") else range(1)
     mine = [ours(victim, BALLS[norm], attack, seed) for seed in seeds]
     theirs = [reference(victim, norm, name, change, seed) for seed in seeds]
     assert sum(mine) <= sum(theirs) + HALF_A_POINT * len(mine)
@@ -156,7 +155,7 @@ def test_pgd_against_the_toolbox(victim: Victim) -> None:
     wrapped = estimators.PyTorchClassifier(
         model, nn.CrossEntropyLoss(), input_shape=(1, 8, 8), nb_classes=10, clip_values=(0, 1), device_type="cpu"
     )
-    adversary = attacks.ProjectedGradientDescent(wrapped, eps=BALLS["Linf"].radius, eps_step=0.02, max_iter=10, verbose=False)
+    adversary = attacks.ProjectedGradientDescent(wrapped, eps=0.2, eps_step=0.02, max_iter=10, verbose=False)
     moved = torch.as_tensor(adversary.generate(x.numpy(), y.numpy()))
     for parameter in model.parameters():
         parameter.grad = None

@@ -67,8 +67,9 @@ class FAB(Attack):
 
         x' <- clip( (1 - a) (x' + 1.05 d1) + a (x + 1.05 d2) )
 
-    A point across the boundary but outside the ball is pulled back, x' <- x + 0.9 (x' - x); inside the ball it counts,
-    and its example is left alone from then on. Norm balls only.
+    A point across the boundary but outside the ball is pulled back, x' <- x + 0.9 (x' - x), and keeps the boundary that
+    was linearised where it came from; inside the ball it counts, and its example is left alone from then on. Norm balls
+    only.
     """
 
     steps: int = STEPS
@@ -95,11 +96,9 @@ class FAB(Attack):
         return min(self.targets, num_classes - 1)
 
     def budget(self, num_classes: int) -> Budget:
-        """The start's gradient, then a gradient for each step and a gradient or a query where it is pulled back."""
+        """The start's gradient and one for each step."""
         rounds = self.rounds(num_classes)
-        return Budget(
-            steps=self.steps, restarts=rounds, gradients=rounds * (2 * self.steps + 1), queries=rounds * self.steps
-        )
+        return Budget(steps=self.steps, restarts=rounds, gradients=rounds * (self.steps + 1))
 
     def hunt(
         self,
@@ -116,13 +115,11 @@ class FAB(Attack):
 
     def search(self, hunt: Hunt, number: int, key: Key) -> None:
         """Run one target."""
-        start, on_cpu = hunt.zeros(), hunt.x.device.type == "cpu"
+        start = hunt.zeros()
         value, gradient = hunt.value_and_gradient(start)
-        state = {"delta": start, "value": value, "gradient": gradient, "across": hunt.seen > 0}
+        state = {"delta": start, "value": value, "gradient": gradient}
         for _ in range(self.steps):
-            point = self._step(hunt, state)
-            # an accelerator would have to plan every size of a part anew
-            state = self._look(hunt, point, state["across"]) if on_cpu else self._look_at_all(hunt, point)
+            state = self._look(hunt, self._step(hunt, state))
             hunt, state = hunt.shed(state)
             if len(hunt.batch) == 0:
                 return
@@ -140,39 +137,17 @@ class FAB(Attack):
         point = ((1.0 - a) * (point + _OVERSHOOT * d1) + a * (x + _OVERSHOOT * d2)).clamp(0.0, 1.0)
         return (point - x).view_as(state["delta"])
 
-    def _look(self, hunt: Hunt, delta: Tensor, across: Tensor) -> State:
+    def _look(self, hunt: Hunt, delta: Tensor) -> State:
         """Evaluate the new points, and pull back those across the boundary and outside the ball.
 
-        A point that follows one across is likely across as well: it is asked for first, without a gradient. So the
-        gradient is taken twice only where the guess was wrong.
+        A point across lies nearer to the boundary (the overshoot) than the one it is pulled back to: its linearised
+        boundary stays in use, carried over to that point, and one gradient is all that a step costs.
         """
-        likely = across.nonzero().squeeze(1)
-        pulled = torch.zeros_like(across)
-        if len(likely) > 0:
-            part = hunt.split(likely)
-            part.query(delta[likely])
-            hunt.absorb(likely, part)
-            back = likely[self._beyond(part, delta[likely])]
-            delta = delta.index_copy(0, back, _BACK * delta[back])
-            pulled = pulled.index_fill(0, back, True)
         value, gradient = hunt.value_and_gradient(delta)
-        late = (self._beyond(hunt, delta) & ~pulled).nonzero().squeeze(1)
-        if len(late) > 0:
-            part, nearer = hunt.split(late), _BACK * delta[late]
-            again, slope = part.value_and_gradient(nearer)
-            hunt.absorb(late, part)
-            delta = delta.index_copy(0, late, nearer)
-            value, gradient = value.index_copy(0, late, again), gradient.index_copy(0, late, slope)
-            pulled = pulled.index_fill(0, late, True)
-        return {"delta": delta, "value": value, "gradient": gradient, "across": pulled}
-
-    def _look_at_all(self, hunt: Hunt, delta: Tensor) -> State:
-        """The same, asking for all points and then for all gradients: more work, in batches of one size."""
-        hunt.query(delta)
-        pulled = self._beyond(hunt, delta)
-        delta = torch.where(pulled.view(-1, *([1] * (delta.dim() - 1))), _BACK * delta, delta)
-        value, gradient = hunt.value_and_gradient(delta)
-        return {"delta": delta, "value": value, "gradient": gradient, "across": pulled}
+        beyond = self._beyond(hunt, delta).view(-1, *([1] * (delta.dim() - 1)))
+        nearer = torch.where(beyond, _BACK * delta, delta)
+        value = value + (gradient * (nearer - delta)).flatten(1).sum(dim=1)
+        return {"delta": nearer, "value": value, "gradient": gradient}
 
     @staticmethod
     def _beyond(hunt: Hunt, delta: Tensor) -> Tensor:

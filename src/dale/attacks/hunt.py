@@ -173,23 +173,9 @@ class Hunt(Problem):
         rest.found, rest.looks = self.found, self.looks
         return rest
 
-    def split(self, part: Tensor) -> Hunt:
-        """Return a hunt for some of the examples with a memory of its own, which `absorb` takes in."""
-        clean = None if self.clean_logits is None else self.clean_logits[part]
-        return replace(self, batch=self.batch[part], clean_logits=clean)
-
-    def absorb(self, part: Tensor, other: Hunt) -> None:
-        """Take in what the hunt that was split off for `part` found and spent."""
-        chosen = other.margin > self.margin[part]
-        better = part[chosen]
-        self.best = self.best.index_copy(0, better, other.best[chosen])
-        self.margin = self.margin.index_copy(0, better, other.margin[chosen])
-        self.fallen = self.fallen.index_copy(0, part, self.fallen[part] | other.fallen)
-        self.charge(part, other)
-
-    def charge(self, part: Tensor, other: Hunt) -> None:
-        """Take over what the hunt for `part` spent, and where it was blind, but nothing that it found."""
-        self.blind = self.blind.index_copy(0, part, self.blind[part] | other.blind)
+    def charge(self, other: Hunt) -> None:
+        """Take over what a preliminary hunt for the same examples spent, and where it was blind, not what it found."""
+        self.blind = self.blind | other.blind
         self.found.gradients += other.found.gradients
         self.found.queries += other.found.queries
 
