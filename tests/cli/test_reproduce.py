@@ -53,6 +53,14 @@ def test_a_figure_without_a_run_fails(dale) -> None:
     assert "needs a result of dale rho=0.8 on cifar10" in err
 
 
+def test_everything_there_is_is_shown_though_a_figure_is_missing(dale) -> None:
+    code, out, err = dale("reproduce", "all", "--dataset", "mnist", "--table-only")
+    assert code == 0
+    assert "**Table 1, mnist" in out
+    assert "**Table 4, mnist" in out
+    assert err.startswith("figure1: figure1 needs a result")
+
+
 @pytest.mark.verify
 def test_smoke_on_real_data(tmp_path: Path, real_data: Path) -> None:
     """The command of the tests in the cloud: every row of Table 1, trained and attacked, within five minutes."""

@@ -211,12 +211,21 @@ def _print(args: argparse.Namespace, root: Path) -> None:
 
     for table, dataset, model in _parts(args):
         if table.startswith("figure"):
-            from dale.reproduction.figures import draw
-
-            for path in draw(table, dataset, model, args.budget, root):
-                print(path)
+            _draw(args, table, dataset, model, root)
             continue
         made = make_table(table, dataset, model, args.budget, root, args.rows)
         print(made.markdown())
         whole = make_table(table, dataset, model, args.budget, root)  # the files have all rows, asked for or not
         print("\n".join(f"{path}" for path in whole.write(root / "tables")) + "\n")
+
+
+def _draw(args: argparse.Namespace, figure: str, dataset: str, model: str, root: Path) -> None:
+    """Draw a figure; among everything else, one that cannot be drawn is only said to be so."""
+    from dale.reproduction.figures import draw
+
+    try:
+        print("\n".join(str(path) for path in draw(figure, dataset, model, args.budget, root)))
+    except DaleError as error:
+        if args.table != "all":
+            raise
+        print(f"{figure}: {error}", file=sys.stderr)
