@@ -40,7 +40,7 @@ class Baked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.head = nn.BatchNorm2d(1), nn.Linear(64, 10)
+        self.norm, self.head = nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)), nn.Linear(64, 10)
         self.count: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def test_a_trace_of_one_batch_size_is_not_used(count: int | None) -> None:
     if count is None:
         assert isinstance(replica, TwoLayouts)
     else:
-        assert replica is model
+        assert not isinstance(replica.for_gradients if isinstance(replica, TwoLayouts) else replica, Replica)
 
 
 class Untraceable(nn.Module):
@@ -83,4 +83,4 @@ def test_the_products_own_models_have_one(name: str, channels: int, size: int) -
     images = torch.rand(3, channels, size, size)
     replica = search_replica(model, images, model(images))
     assert isinstance(replica, TwoLayouts)
-    assert isinstance(replica.for_gradients, Replica)
+    assert isinstance(replica.for_gradients, Replica) == (name == "resnet18")  # the other has no BatchNorm to fold

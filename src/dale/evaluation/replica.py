@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dale.evaluation.judge import matmul_precision
-from dale.folding import replicate
+from dale.folding import FoldedConv, Replica, replicate
 
 # of the largest logit: rounding alone does not exceed it, another function does
 _AGREEMENT = {"ieee": 1e-4, "tf32": 1e-2}
@@ -44,7 +44,7 @@ def search_replica(model: nn.Module, images: Tensor, logits: Tensor, precision: 
     chosen = model
     folded = replicate(model, channels_last=False, fuse=False)
     # a CPU's gradients are faster in the layout of the images, and its convolutions have nothing to fuse
-    if isinstance(folded, nn.Module) and _agrees(folded, images, logits):
+    if isinstance(folded, Replica) and _has_norms(folded) and _agrees(folded, images, logits):
         chosen = folded
     try:
         turned = copy.deepcopy(chosen)
@@ -55,6 +55,11 @@ def search_replica(model: nn.Module, images: Tensor, logits: Tensor, precision: 
         parameter.requires_grad_(False)
     both = TwoLayouts(chosen, turned)
     return both if _agrees(both, images, logits) else chosen
+
+
+def _has_norms(replica: Replica) -> bool:
+    """Tell whether a BatchNorm was folded: without one a CPU gains nothing."""
+    return any(isinstance(part, FoldedConv) and part.norm[0] is not None for part in replica.parts)
 
 
 def _on_gpu(model: nn.Module, images: Tensor, logits: Tensor, precision: str) -> nn.Module:
