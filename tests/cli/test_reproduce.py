@@ -67,9 +67,9 @@ def test_smoke_on_real_data(tmp_path: Path, real_data: Path) -> None:
     command = [sys.executable, "-m", "dale", "reproduce", "table1", "--dataset", "mnist", "--budget", "smoke"]
     environment = {**os.environ, "DALE_DATA": str(real_data)}
 
-    def reproduce(*words: str) -> subprocess.CompletedProcess[str]:
+    def reproduce() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*command, "--workers", "2", *words],
+            command,
             cwd=tmp_path,
             env=environment,
             capture_output=True,

@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", metavar="BUDGET", default="short", help="full (the paper's), short, or smoke")
     parser.add_argument("--results", metavar="DIR", default="results", help="where results lie, one file per run")
     parser.add_argument("--runs", metavar="DIR", default="runs/reproduce", help="where run folders lie")
-    parser.add_argument("--workers", metavar="N", type=int, default=1, help="runs at a time, sharing the device")
+    parser.add_argument("--workers", metavar="N", type=int, help="runs at a time (default: one per GPU, or per core)")
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda (default: a GPU where there is one)")
     parser.add_argument("--data-dir", metavar="DIR", help="where data files lie (default: $DALE_DATA or a user cache)")
     parser.add_argument("--paper-mode", action="store_true", help="also measure in train mode, as the paper's code did")
@@ -99,7 +99,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.budget not in BUDGETS:
         raise unknown("budget", args.budget, BUDGETS)
     for name in ("seeds", "workers"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"--{name}: expected at least 1, got {getattr(args, name)}")
     if args.model is not None:
         from dale.models import MODELS
@@ -152,7 +152,7 @@ def _only(args: argparse.Namespace, slots: list[Slot]) -> int:
             device=args.device,
             data_dir=args.data_dir,
             paper_mode=args.paper_mode,
-            shared_by=args.workers,
+            shared_by=args.workers or 1,
         )
     return 0
 
@@ -166,19 +166,23 @@ def _run(args: argparse.Namespace, slots: list[Slot]) -> dict[str, str]:
 
     if not slots:
         return {}
-    workers = min(args.workers, len(slots))
-    threads = max(1, (os.cpu_count() or 1) // workers)
-    launch = WorkerLaunch(threads=threads, common=_common(args), cache=Path(args.runs) / "compiled")
+    cores, gpus = os.cpu_count() or 1, [] if args.device == "cpu" else gpu_names()
+    waiting = sum(not slot.finished for slot in slots)
+    workers = max(1, min(args.workers or len(gpus) or cores, waiting))
+    cache = Path(args.runs) / "compiled"
+    launch = WorkerLaunch(
+        threads=max(1, cores // workers), common=[*_common(args), f"--workers={workers}"], cache=cache
+    )
     view = View(list(slots), list(slots))
     try:
-        return run_local(launch, slots, workers, view, [] if args.device == "cpu" else gpu_names())
+        return run_local(launch, slots, workers, view, gpus)
     finally:
         view.close()
 
 
 def _common(args: argparse.Namespace) -> list[str]:
     """The words that every worker is started with."""
-    words = [args.table, f"--seeds={args.seeds}", f"--budget={args.budget}", f"--workers={args.workers}"]
+    words = [args.table, f"--seeds={args.seeds}", f"--budget={args.budget}"]
     for name in ("dataset", "model", "results", "runs", "device", "data_dir"):
         if getattr(args, name) is not None:
             words.append(f"--{name.replace('_', '-')}={getattr(args, name)}")

@@ -155,7 +155,7 @@ def _cells(
         yield percent(ours)
         if printed:
             theirs = None if row.printed is None else row.printed[place]
-            gap = "" if theirs is None or ours is None else f" ({100 * ours.mean - theirs:+.1f})"
+            gap = "" if theirs is None or ours is None else f" ({round(100 * ours.mean - theirs, 1) + 0.0:+.1f})"
             yield "" if theirs is None else f"{float(theirs)}{gap}"
     for name in stronger:
         yield percent(summarise(results, name))
