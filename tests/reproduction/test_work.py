@@ -36,7 +36,7 @@ def test_a_result_says_everything(tiny, places) -> None:
     assert plain["stages"][0]["nominal_loss"]["rho"] == 0.5
     training = plain["training"]
     assert training["epochs"] == 2
-    assert training["seconds_per_batch"] == pytest.approx(training["seconds_per_epoch"] / 3, abs=1e-5)
+    assert training["seconds_per_batch"] == pytest.approx(training["seconds_per_epoch"] / 3, abs=1e-4)
     assert len(plain["series"]["multiplier"]) == len(plain["series"]["epoch"]) == 2
     assert plain["series"]["multiplier"][-1] == pytest.approx(training["multipliers"][0][0], rel=1e-4)
     assert set(plain["projection"]["series"]) == {"FGSM", "PGD", "Langevin"}
