@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dale.evaluation.judge import matmul_precision
-from dale.folding import FoldedConv, Replica, replicate
+from dale.folding import replicate
 
 # of the largest logit: rounding alone does not exceed it, another function does
 _AGREEMENT = {"ieee": 1e-4, "tf32": 1e-2}
@@ -42,10 +42,11 @@ def search_replica(model: nn.Module, images: Tensor, logits: Tensor, precision: 
     if images.device.type != "cpu":
         return _on_gpu(model, images, logits, precision)
     chosen = model
-    folded = replicate(model, channels_last=False, fuse=False)
-    # a CPU's gradients are faster in the layout of the images, and its convolutions have nothing to fuse
-    if isinstance(folded, Replica) and _has_norms(folded) and _agrees(folded, images, logits):
-        chosen = folded
+    if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):  # without one a CPU gains nothing
+        # a CPU's gradients are faster in the layout of the images, and its convolutions have nothing to fuse
+        folded = replicate(model, channels_last=False, fuse=False)
+        if isinstance(folded, nn.Module) and _agrees(folded, images, logits):
+            chosen = folded
     try:
         turned = copy.deepcopy(chosen)
         turned.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stubs do not know it
@@ -55,11 +56,6 @@ def search_replica(model: nn.Module, images: Tensor, logits: Tensor, precision: 
         parameter.requires_grad_(False)
     both = TwoLayouts(chosen, turned)
     return both if _agrees(both, images, logits) else chosen
-
-
-def _has_norms(replica: Replica) -> bool:
-    """Tell whether a BatchNorm was folded: without one a CPU gains nothing."""
-    return any(isinstance(part, FoldedConv) and part.norm[0] is not None for part in replica.parts)
 
 
 def _on_gpu(model: nn.Module, images: Tensor, logits: Tensor, precision: str) -> nn.Module:
