@@ -113,9 +113,11 @@ class Square(Attack):
                 return
             block, place = divmod(query, _BLOCK)
             if place == 0:
-                state["draws"] = random.uniform(key.fold(block), hunt.index, (_BLOCK, 5 + hunt.x.shape[1]))
-            draw = state["draws"][:, place]
-            self._ask(hunt, self._square(hunt, state, query, draw) if flat else self._move(hunt, query, draw))
+                draws = random.uniform(key.fold(block), hunt.index, (_BLOCK, 5 + hunt.x.shape[1]))
+                state |= self._squares(hunt, query, draws) if flat else {"draws": draws}
+            self._ask(
+                hunt, self._square(hunt, state, place) if flat else self._move(hunt, query, state["draws"][:, place])
+            )
         hunt.settle()
 
     def _ask(self, hunt: Hunt, proposal: Tensor) -> None:
@@ -131,13 +133,23 @@ class Square(Attack):
         sign = _signs(random.uniform(key, hunt.index, (channels, 1, width))).to(hunt.x)
         return hunt.project(hunt.perturbations.radius * sign.expand_as(hunt.x))
 
-    def _square(self, hunt: Hunt, state: State, query: int, draw: Tensor) -> Tensor:
-        channels, height, width = hunt.x.shape[1:]
-        side = side_of(query, height, width)
-        _, rows = window((draw[:, 0] * (height - side + 1)).long(), side, height)
-        _, columns = window((draw[:, 1] * (width - side + 1)).long(), side, width)
+    @staticmethod
+    def _squares(hunt: Hunt, first: int, draws: Tensor) -> State:
+        """The rows, columns and signs of a block of squares, for all its queries at once."""
+        height, width = hunt.x.shape[2:]
+        sides = [side_of(first + place, height, width) for place in range(draws.shape[1])]
+        side = torch.tensor(sides, device=draws.device)
+        state = {"up": draws[:, :, 5:] < 0.5}
+        for axis, (name, length) in enumerate((("rows", height), ("columns", width))):
+            start = (draws[:, :, axis] * (length - side + 1)).long().unsqueeze(2)
+            place = torch.arange(length, device=draws.device)
+            state[name] = (place >= start) & (place < start + side.unsqueeze(1))
+        return state
+
+    def _square(self, hunt: Hunt, state: State, place: int) -> Tensor:
+        rows, columns = state["rows"][:, place], state["columns"][:, place]
         inside = (rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)
-        up = (draw[:, 5:] < 0.5).view(-1, channels, 1, 1)
+        up = state["up"][:, place].unsqueeze(2).unsqueeze(3)
         return torch.where(inside, torch.where(up, state["high"], state["low"]), hunt.best)
 
     def _tiles(self, hunt: Hunt, key: Key) -> Tensor:
