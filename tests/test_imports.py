@@ -25,6 +25,7 @@ ROOMS = (
         "kernels",
         "fused",
         "folded",
+        "winograd",
         "folding",
         "files",
         "environment",

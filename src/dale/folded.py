@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from dale import winograd
 from dale.fused import basic_block, conv_relu, runs_as_block
 
 
@@ -24,6 +25,7 @@ class FoldedConv(nn.Module):
         self.premasked = False  # a block behind masks the gradient, wherever it runs as one
         self.bare = False  # the convolution that adds this one up carries its bias
         self.carried: tuple[FoldedConv, ...] = ()  # in a tuple: it has its own place in the graph
+        self.filters: tuple[Tensor, Tensor] | None = None  # transformed weights, where it runs by Winograd's method
         self.register_buffer("weight", torch.empty_like(conv.weight, requires_grad=False), persistent=False)
         bias = torch.zeros(conv.out_channels, device=conv.weight.device, dtype=conv.weight.dtype)
         self.register_buffer("bias", bias, persistent=False)
@@ -69,6 +71,8 @@ class FoldedConv(nn.Module):
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """conv(x) + bias, plus z and the ReLU where they were fused."""
         conv = self.conv[0]
+        if self.filters is not None:
+            return winograd.frozen_conv(x, self.filters, None if self.bare else self.bias, z, relu=self.relu)
         if self.relu:
             assert isinstance(conv.padding, tuple)
             premasked = self.premasked and runs_as_block(x)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx, nn
 
+from dale import winograd
 from dale.folded import Copied, FoldedBlock, FoldedConv, FoldedNorm, refresh_together
 from dale.fused import BLOCK_CHANNELS
 from dale.kernels import blocks_pay
@@ -32,7 +33,9 @@ class Replica(nn.Module):
     # a function that compiles tensor functions, for samplers that climb this model; None: they run as they are
     compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
 
-    def __init__(self, graph: fx.GraphModule, dtype: torch.dtype, channels_last: bool) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, dtype: torch.dtype, channels_last: bool, minimal_filtering: bool = False
+    ) -> None:
         super().__init__()
         self.graph = graph
         self.dtype = dtype
@@ -43,6 +46,8 @@ class Replica(nn.Module):
         graph.to(dtype)
         if channels_last:
             graph.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        convs = [part for part in self.parts if isinstance(part, FoldedConv) and part.fusable and part.same]
+        self.wide = [part for part in convs if minimal_filtering and winograd.fits(part.weight)]
         self.eval()
         self.refresh()
 
@@ -51,6 +56,8 @@ class Replica(nn.Module):
         refresh_together(self.together)
         for part in self.apart:
             part.refresh()
+        for conv in self.wide:
+            conv.filters = winograd.transform_both(conv.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images in [0, 1]."""
@@ -68,9 +75,17 @@ class _Tracer(fx.Tracer):
 
 
 def replicate(
-    model: nn.Module, *, dtype: torch.dtype = torch.float32, channels_last: bool = False, fuse: bool = True
+    model: nn.Module,
+    *,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
+    fuse: bool = True,
+    minimal_filtering: bool = False,
 ) -> Replica | str:
-    """Return a replica of the model's eval mode, or the reason why there is none. `fuse`: ReLUs into convolutions."""
+    """Return a replica of the model's eval mode, or the reason why there is none.
+
+    `fuse`: ReLUs into convolutions. `minimal_filtering`: wide convolutions on a CPU by Winograd's method (winograd.py).
+    """
     training = [(m, m.training) for m in model.modules()]
     model.eval()
     try:
@@ -92,7 +107,7 @@ def replicate(
     graph.graph.eliminate_dead_code()
     graph.delete_all_unused_submodules()
     graph.recompile()
-    return Replica(graph, dtype, channels_last)
+    return Replica(graph, dtype, channels_last, minimal_filtering)
 
 
 def fold_batchnorm(model: nn.Module) -> nn.Module | None:

@@ -127,6 +127,8 @@ def dale_optimal(
     sampler: Sampler | None = None,
     dual_step_size: float | None = None,
     dual_initial: float = 0.5,
+    dual_frequency: Literal["step", "epoch"] = "step",
+    dual_upper: float | None = None,
     tighten: bool = True,
     batchnorm: BatchNorm = "joint",
 ) -> Objective:
@@ -154,6 +156,15 @@ def dale_optimal(
         perturbation_loss=_dale_loss(loss),
         robust_loss=_dale_loss(loss),
         aggregator=LambdaStar(gamma=gamma, norm_budget=norm_budget),
-        constraints=_limits(rho, min_accuracy, by=by, step_size=dual_step_size, initial=dual_initial, tighten=tighten),
+        constraints=_limits(
+            rho,
+            min_accuracy,
+            by=by,
+            step_size=dual_step_size,
+            initial=dual_initial,
+            frequency=dual_frequency,
+            upper=dual_upper,
+            tighten=tighten,
+        ),
         batchnorm=batchnorm,
     )

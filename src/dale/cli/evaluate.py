@@ -20,7 +20,7 @@ HELP = "evaluate a run or a model under attacks"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("target", metavar="RUN|MODEL", help="a run folder, or a .safetensors file with --model")
+    parser.add_argument("target", metavar="RUN|MODEL", help="a run folder, zoo:NAME, or a .safetensors file with --model")
     parser.add_argument(
         "--attacks",
         metavar="NAME",
@@ -96,6 +96,14 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, Dataset, PerturbationSet
         return (*_load_file(args, path), None, None)
     from dale.data import load_dataset
     from dale.training.runs import load_run
+    from dale.zoo import PREFIX, find
+
+    if args.target.startswith(PREFIX):
+        if args.model is not None:
+            raise UsageError("--model goes with a .safetensors file; a stored model knows what it is")
+        entry = find(args.target)
+        data = load_dataset(args.dataset or entry.dataset, data_dir=args.data_dir)
+        return entry.load(args.device), data, _set(args, entry.perturbations()), entry.rho, None
 
     if args.model is not None:
         raise UsageError("--model goes with a .safetensors file; a run knows its model")

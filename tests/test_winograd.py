@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dale import winograd
+from dale.folding import Replica, replicate
+from dale.models import create_model
+
+
+def tensors(channels, size, *, outputs=None, images=3):
+    source = torch.Generator().manual_seed(channels + size)
+    x = torch.randn(images, channels, size, size, generator=source)
+    weight = 0.05 * torch.randn(outputs or channels, channels, 3, 3, generator=source)
+    return x, weight, torch.randn(outputs or channels, generator=source)
+
+
+def close(mine, theirs):
+    return bool((mine - theirs).abs().max() <= 1e-4 * theirs.abs().max())
+
+
+@pytest.mark.parametrize(("channels", "outputs", "size"), [(8, 8, 4), (8, 16, 8), (16, 8, 7), (4, 4, 1), (4, 4, 9)])
+def test_a_frozen_convolution_is_the_convolution(channels, outputs, size):
+    x, weight, bias = tensors(channels, size, outputs=outputs)
+    z = torch.randn(3, outputs, size, size, generator=torch.Generator().manual_seed(1))
+    filters = winograd.transform_both(weight)
+    assert close(winograd.frozen_conv(x, filters, bias), F.conv2d(x, weight, bias, padding=1))
+    leaves = [t.clone().requires_grad_() for t in (x, z, x, z)]
+    mine = winograd.frozen_conv(leaves[0], filters, bias, leaves[1], relu=True)
+    theirs = (F.conv2d(leaves[2], weight, bias, padding=1) + leaves[3]).relu()
+    assert close(mine, theirs)
+    gradient = torch.randn(mine.shape, generator=torch.Generator().manual_seed(2)) * (theirs > 1e-3)
+    for a, b in zip(
+        torch.autograd.grad(mine, leaves[:2], gradient), torch.autograd.grad(theirs, leaves[2:], gradient), strict=True
+    ):
+        assert close(a, b)
+
+
+@pytest.mark.parametrize("size", [4, 6, 9])
+def test_gradients_of_a_trained_convolution_are_those_of_the_convolution(size):
+    x, weight, bias = tensors(6, size, outputs=10)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    mine, theirs = winograd.trained_conv(*leaves), F.conv2d(*leaves, padding=1)
+    gradient = torch.randn(mine.shape, generator=torch.Generator().manual_seed(2))
+    for a, b in zip(
+        torch.autograd.grad(mine, leaves, gradient), torch.autograd.grad(theirs, leaves, gradient), strict=True
+    ):
+        assert close(a, b)
+
+
+def test_only_wide_convolutions_that_keep_the_size_are_replaced(monkeypatch):
+    asked = []
+    monkeypatch.setattr(winograd, "trained_conv", lambda *args: asked.append(args) or F.conv2d(*args, padding=1))
+    wide, narrow = torch.zeros(128, 128, 3, 3), torch.zeros(64, 128, 3, 3)
+    x = torch.zeros(1, 128, 4, 4)
+    with winograd.MinimalFiltering():
+        for options in ({"stride": 2, "padding": 1}, {"padding": 0}, {"padding": 1, "dilation": 2}):
+            torch.nn.Conv2d(128, 128, 3, **options)(x)
+        F.conv2d(x, narrow, None, 1, 1)
+        F.conv2d(x.double(), wide.double(), None, 1, 1)
+        torch.nn.Conv2d(128, 128, 3, padding=1, groups=2)(x)
+        assert not asked
+        torch.nn.Conv2d(128, 128, 3, padding=1)(x)
+    assert len(asked) == 1
+    F.conv2d(x, wide, None, 1, 1)
+    assert len(asked) == 1
+
+
+def test_a_replica_with_minimal_filtering_is_the_model():
+    model = create_model("resnet18", channels=3, size=8, num_classes=10).eval()
+    replica = replicate(model, channels_last=True, minimal_filtering=True)
+    assert isinstance(replica, Replica)
+    assert len(replica.wide) == 9  # three each of 128, 256 and 512 channels
+    x = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    mine, theirs = replica(x), model(x)
+    assert close(mine, theirs)
+    ours = torch.autograd.grad(mine.sum(), x)[0]
+    assert (ours - torch.autograd.grad(theirs.sum(), x)[0]).norm() <= 1e-2 * ours.norm()  # a ReLU may tip over
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    replica.refresh()
+    assert close(replica(x), model(x))
