@@ -20,7 +20,9 @@ HELP = "evaluate a run or a model under attacks"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("target", metavar="RUN|MODEL", help="a run folder, zoo:NAME, or a .safetensors file with --model")
+    parser.add_argument(
+        "target", metavar="RUN|MODEL", help="a run folder, zoo:NAME, or a .safetensors file with --model"
+    )
     parser.add_argument(
         "--attacks",
         metavar="NAME",
