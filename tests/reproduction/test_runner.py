@@ -30,7 +30,8 @@ def test_a_result_makes_a_run_finished_wherever_it_was_made(put, tmp_path) -> No
     assert outdated([erm, pgd]) == [erm]
 
 
-def test_a_worker_is_this_command_for_one_run(tmp_path) -> None:
+def test_a_worker_is_this_command_for_one_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it once something was compiled
     slot = slots_of([Spec("mnist", "convnet", "pgd")], tmp_path, tmp_path)[0]
     launch = WorkerLaunch(common=["table1", "--budget=short"], cache=tmp_path / "compiled", threads=1)
     command = launch.command(slot)
