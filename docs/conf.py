@@ -34,6 +34,7 @@ nitpicky = True  # a reference in a docstring or a signature that leads nowhere 
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|np|npt|numpy|nn|optim|pathlib|os|subprocess|collections|typing)\..*"),
     (r"py:class", r"dale\.components\.T|dale\..*\._\w+"),  # a type variable; private bases
+    (r"py:class", r"dale\.training\.checkpoints\.\w+"),  # what a run folder writes; nobody else makes one
 ]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
