@@ -12,6 +12,7 @@ no file.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -213,7 +214,9 @@ def main() -> None:
     """Print tables and write results/attacks.json."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    quick = "--quick" in sys.argv
+    parser = argparse.ArgumentParser(description="Attacks, side by side with other libraries.")
+    parser.add_argument("--quick", action="store_true", help="a short look; writes nothing")
+    quick = parser.parse_args().quick
     report: dict[str, Any] = {
         "benchmark": "attacks",
         "environment": environment() | {"threads": 1, "load_average": os.getloadavg()},
@@ -231,8 +234,13 @@ def main() -> None:
             "pgd20": section(f"{title}, pgd20", len(split), steps, "dale pgd20", 1.3, 3 if quick else 7),
             "autoattack": section(f"{title}, autoattack", len(part), whole, "dale", 2.0, 1 if quick else 2),
         }
+        write(report, quick)
     report["peak_mib"] = {str(steps): peak_memory(steps) for steps in (20, 400)}
     print(f"peak memory: {report['peak_mib']['20']:.0f} MiB with 20 steps, {report['peak_mib']['400']:.0f} with 400")
+    write(report, quick)
+
+
+def write(report: dict[str, Any], quick: bool) -> None:
     if not quick:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "attacks.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -151,3 +151,21 @@ def test_mnist(tmp_path: Path, real_data: Path, dale: Dale, monkeypatch: pytest.
     assert e.n == 64
     assert e.worst.value <= e["pgd20"].accuracy.value <= e.clean.value
     assert len(e.alarms) == 7
+
+
+def test_a_stored_model_by_its_name(
+    original: Path, tmp_path: Path, dale: Dale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dale.training import load_run
+    from dale.zoo import store
+
+    store(load_run(original), "small", tmp_path / "zoo")
+    monkeypatch.setenv("DALE_ZOO", str(tmp_path / "zoo"))
+    common = ("--attacks", "fgsm", "--examples", "60", "--no-checks", "--quiet", "--device", "cpu")
+    done = dale("evaluate", "zoo:small", *common)
+    assert done.code == 0, done.err
+    assert "rho = 1.5" in done.out
+    assert "written" not in done.out  # the zoo is not a place for evaluations
+    wrong = dale("evaluate", "zoo:smal", *common)
+    assert (wrong.code, "did you mean 'small'" in wrong.err or "small" in wrong.err) == (2, True)
+    assert dale("evaluate", "zoo:small", "--model", "convnet", *common).code == 2
