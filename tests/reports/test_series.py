@@ -68,7 +68,7 @@ def test_pictures_are_base64_and_nothing_else(make_run):
 
 
 def test_the_papers_numbers():
-    curves = {curve["name"]: curve for curve in series.paper()["curves"]}
+    curves = {curve["name"]: curve for curve in series.paper_curves()}
     table = {point["label"]: point["values"] for point in curves["Paper, CIFAR-10 (Table 1)"]["points"]}
     assert table["dale rho=1.0"] == [82.1, 55.2, 51.7]
     assert len(curves["Paper, CIFAR-10, ResNet-50 (Table 6)"]["points"]) == 11

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dale.errors import UsageError
-from dale.reproduction import paper, rows_of, specs_of
+from dale.reports.series import paper
+from dale.reproduction import rows_of, specs_of
 from dale.reproduction.catalogue import chosen
 
 

@@ -18,9 +18,33 @@ PICTURES = 3_500_000  # characters of gallery, shared by all runs
 
 @cache
 def paper() -> dict[str, Any]:
-    """The paper's own numbers for the trade-off."""
+    """The numbers printed in the paper, by table."""
     plain: dict[str, Any] = json.loads(resources.files("dale.reports").joinpath("paper.json").read_text("utf-8"))
     return plain
+
+
+def paper_curves() -> list[dict[str, Any]]:
+    """The paper's points of the trade-off, [clean, FGSM, PGD] in percent: Table 1, and the lines of Table 6."""
+    first, sixth = paper()["table1"], paper()["table6_rho_tradeoff_cifar10"]
+    attacks = {"mnist": "PGD-10, l-infinity 0.3", "cifar10": "PGD-20, l-infinity 8/255"}
+    sources = [
+        ("Paper, MNIST (Table 1)", "mnist", first["mnist"]),
+        ("Paper, CIFAR-10 (Table 1)", "cifar10", first["cifar10"]),
+        *(
+            (f"Paper, CIFAR-10, {name} (Table 6)", "cifar10", {f"dale rho={rho}": v for rho, v in sixth[key].items()})
+            for name, key in (("ResNet-18", "resnet18"), ("ResNet-50", "resnet50"))
+        ),
+    ]
+    return [
+        {
+            "name": name,
+            "dataset": dataset,
+            "attack": attacks[dataset],
+            "line": "Table 6" in name,
+            "points": [{"label": label, "values": v} for label, v in rows.items() if label != "attack"],
+        }
+        for name, dataset, rows in sources
+    ]
 
 
 def short(value: float | None) -> float | None:
@@ -200,7 +224,7 @@ def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
     points = max(30, min(POINTS, 10 * POINTS // max(1, len(runs))))
     budget = PICTURES // max(1, len(runs))
     return {
-        "paper": paper()["curves"],
+        "paper": paper_curves(),
         "runs": [
             {
                 "name": run.name,

@@ -1,6 +1,6 @@
 """The paper, reproduced: recipes, runs, results, tables and figures of `dale reproduce`."""
 
-from dale.reproduction.catalogue import TABLES, Row, paper, rows_of, specs_of
+from dale.reproduction.catalogue import TABLES, Row, rows_of, specs_of
 from dale.reproduction.recipes import BUDGETS, Spec, Stage, recipes
 from dale.reproduction.results import Result, Summary, find_results, read_result, summarise
 from dale.reproduction.tables import Table, make_table
@@ -16,7 +16,6 @@ __all__ = [
     "Table",
     "find_results",
     "make_table",
-    "paper",
     "read_result",
     "recipes",
     "rows_of",

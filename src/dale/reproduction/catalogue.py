@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
 from typing import Any
 
 from dale.errors import UsageError, unknown
+from dale.reports.series import paper
 from dale.reproduction.recipes import DATASETS, Spec, default_model, recipes
 
 ROWS = ("erm", "fgsm", "pgd", "clp", "alp", "trades", "mart", "dale")
@@ -27,13 +25,6 @@ TABLES: dict[str, tuple[tuple[str, ...], str]] = {
     "ablation": (DATASETS, "One change at a time"),
 }
 TIMED = ("table4", "table5")
-
-
-@cache
-def paper() -> dict[str, Any]:
-    """The paper's numbers."""
-    plain: dict[str, Any] = json.loads(resources.files("dale.reproduction").joinpath("paper.json").read_text("utf-8"))
-    return plain
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dale.files import write_text
-from dale.reproduction.catalogue import TABLES, TIMED, Row, chosen, paper, rows_of
+from dale.reports.series import paper
+from dale.reproduction.catalogue import TABLES, TIMED, Row, chosen, rows_of
 from dale.reproduction.recipes import Spec, default_model, paper_attack
 from dale.reproduction.results import Result, Summary, find_results, summarise
 from dale.reproduction.timing import find_timing, machine
