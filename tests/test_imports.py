@@ -29,6 +29,7 @@ ROOMS = (
         "folding",
         "files",
         "environment",
+        "bars",
     ),
     ("perturbations",),
     ("losses",),

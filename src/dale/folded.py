@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dale import winograd
-from dale.fused import basic_block, conv_relu, runs_as_block
+from dale.fused import basic_block, conv_relu
+from dale.kernels import fits_wide
 
 
 class FoldedConv(nn.Module):
@@ -75,7 +76,7 @@ class FoldedConv(nn.Module):
             return winograd.frozen_conv(x, self.filters, None if self.bare else self.bias, z, relu=self.relu)
         if self.relu:
             assert isinstance(conv.padding, tuple)
-            premasked = self.premasked and runs_as_block(x)
+            premasked = self.premasked and fits_wide(x)
             fused: Tensor = conv_relu(x, self.weight, self.bias, z, conv.stride, conv.padding, conv.groups, premasked)
             return fused
         plain: Tensor = conv._conv_forward(x, self.weight, None if self.bare else self.bias)
@@ -93,7 +94,7 @@ class FoldedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """relu(second(relu(first(x))) + x)."""
-        if not runs_as_block(x):
+        if not fits_wide(x):
             result: Tensor = self.second(self.first(x), x)
             return result
         one, two = self.first, self.second

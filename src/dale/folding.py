@@ -20,8 +20,7 @@ from torch import Tensor, fx, nn
 
 from dale import winograd
 from dale.folded import Copied, FoldedBlock, FoldedConv, FoldedNorm, refresh_together
-from dale.fused import BLOCK_CHANNELS
-from dale.kernels import blocks_pay
+from dale.kernels import WIDE, blocks_pay
 
 
 class Replica(nn.Module):
@@ -221,4 +220,4 @@ def _fuse_blocks(graph: fx.GraphModule) -> None:
 
 
 def _square(conv: FoldedConv) -> bool:
-    return conv.same and conv.conv[0].in_channels == conv.conv[0].out_channels == BLOCK_CHANNELS
+    return conv.same and conv.conv[0].in_channels == conv.conv[0].out_channels == WIDE

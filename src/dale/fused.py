@@ -106,14 +106,6 @@ def _conv_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 conv_relu.register_autograd(_conv_backward, setup_context=_conv_setup)
 
-BLOCK_CHANNELS = kernels.WIDE  # with more of them the library's own convolutions are so much faster that they win
-
-
-def runs_as_block(x: Tensor) -> bool:
-    """Whether a block pays for images of the shape of x; only batch, height and width, type and device count."""
-    return kernels.fits_wide(x)
-
-
 _SAME: tuple[Sequence[int], Sequence[int], int] = ((1, 1), (1, 1), 1)  # stride, padding and groups inside a block
 
 
@@ -139,8 +131,8 @@ def basic_block_gradient(
 ) -> Tensor:
     """The gradient with respect to x, given the one to what the last ReLU of the block took in."""
     if kernels.fits_wide(x):
-        inner = kernels.wide_conv(masked, weight2, backward=True, mask=h)
-        return kernels.wide_conv(inner, weight1, backward=True, add=masked, mask=x if mask_input else None)
+        inner = kernels.wide_input_gradient(masked, weight2, mask=h)
+        return kernels.wide_input_gradient(inner, weight1, add=masked, mask=x if mask_input else None)
     inner = _threshold_backward(_input_gradient(masked, h, weight2, *_SAME), h, 0)
     outer = _input_gradient(inner, x, weight1, *_SAME).add_(masked)
     return _threshold_backward(outer, x, 0) if mask_input else outer

@@ -24,7 +24,7 @@ except ImportError:  # Triton is missing: a CPU build of torch
     programs = None  # type: ignore[assignment]
 
 CHANNELS = 4  # the most that count as few
-WIDE = 64  # channels of a stage that is bound by memory
+WIDE = 64  # channels of a stage that is bound by memory; with more the library is so much faster that it wins
 INTERPRETED = False  # tests run the kernels on the CPU, through Triton's interpreter
 _PIXELS = 128  # of one program
 _HALF = (torch.bfloat16, torch.float16)
@@ -48,14 +48,14 @@ def fits_narrow(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Seque
 
 
 def fits_wide(x: Tensor) -> bool:
-    """Whether `wide_conv` can take images of the shape of x, with WIDE channels in and out."""
+    """Whether `wide_input_gradient` can take images of the shape of x, with WIDE channels in and out."""
     size, _, height, width = x.shape
     whole = width in (8, 16, 32, 64) and height % max(1, _PIXELS // width) == 0
     return _usable(x.device, x.dtype) and whole and size * height * width * WIDE < _LIMIT
 
 
 def blocks_pay(device: torch.device) -> bool:
-    """Whether `wide_conv` beats the library on a device: Hopper and later, whose copy engine cuts boxes out itself."""
+    """Whether `wide_input_gradient` beats the library: on Hopper and later, whose copy engine cuts boxes out itself."""
     return INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9)
 
 
@@ -99,35 +99,21 @@ def narrow_input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
     return dx
 
 
-def wide_conv(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    backward: bool,
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    relu: bool = False,
-    mask: Tensor | None = None,
+def wide_input_gradient(
+    gradient: Tensor, weight: Tensor, *, add: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """conv(x, weight), or with `backward` the gradient with respect to its input given that to its output.
-
-    Then, in this order and as far as given: + bias, + add, relu, and zero where `mask` is not above 0.
-    """
-    tensors = (x, weight, add, mask)
-    x, weight, add, mask = (t if t is None else t.contiguous(memory_format=torch.channels_last) for t in tensors)  # type: ignore[assignment]
-    size, channels, height, width = x.shape
-    y = _like(x, channels)
+    """The gradient with respect to the input of conv(x, weight), plus `add`, and zero where `mask` is not above 0."""
+    gradient, weight = (t.contiguous(memory_format=torch.channels_last) for t in (gradient, weight))
+    add, mask = (t if t is None else t.contiguous(memory_format=torch.channels_last) for t in (add, mask))
+    size, channels, height, width = gradient.shape
+    dx = _like(gradient, channels)
     rows = _PIXELS // width
-    images = programs.TensorDescriptor.from_tensor(x.permute(0, 2, 3, 1), [1, rows, width, channels])
+    boxes = programs.TensorDescriptor.from_tensor(gradient.permute(0, 2, 3, 1), [1, rows, width, channels])
     taps = programs.TensorDescriptor.from_tensor(
         weight.permute(0, 2, 3, 1).reshape(channels, 9, channels), [channels, 1, channels]
     )
-    flags = (backward, bias is not None, add is not None, relu, mask is not None)
-    grid = (size * height // rows,)
-    programs.wide[grid](
-        *(images, taps, y if bias is None else bias, y if add is None else add, y if mask is None else mask, y),
-        *(height, channels, rows, width, *flags),
-        num_warps=4,
-        num_stages=3,
-    )
-    return y
+    # what is not given is not read; something has to stand in its place
+    tensors = (boxes, taps, dx if add is None else add, dx if mask is None else mask, dx)
+    sizes = (height, channels, rows, width, add is not None, mask is not None)
+    programs.wide_backward[(size * height // rows,)](*tensors, *sizes, num_warps=4, num_stages=3)
+    return dx

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["TensorDescriptor", "cdiv", "narrow_forward", "narrow_products", "narrow_sum", "wide"]
+__all__ = ["TensorDescriptor", "cdiv", "narrow_forward", "narrow_products", "narrow_sum", "wide_backward"]
 
 
 @triton.jit
@@ -62,22 +62,8 @@ def narrow_sum(t, dx, H, W, N, C: tl.constexpr, K: tl.constexpr, P: tl.constexpr
 
 
 @triton.jit
-def wide(
-    x,
-    w,
-    b,
-    z,
-    m,
-    y,
-    H,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    RELU: tl.constexpr,
-    MASK: tl.constexpr,
+def wide_backward(
+    g, w, z, m, dx, H, C: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ADD: tl.constexpr, MASK: tl.constexpr
 ):
     """R whole rows of an image, (R * W, C): nine products of shifted boxes, zero outside the image, and weights."""
     program = tl.program_id(0)
@@ -86,20 +72,11 @@ def wide(
     for tap in range(9):
         r, s = tap // 3 - 1, tap % 3 - 1
         weights = w.load([0, tap, 0]).reshape(C, C)  # (outputs, inputs)
-        if BACKWARD:
-            box = x.load([image, top - r, -s, 0]).reshape(R * W, C)
-            total = tl.dot(box, weights, total)
-        else:
-            box = x.load([image, top + r, s, 0]).reshape(R * W, C)
-            total = tl.dot(box, weights.T, total)
-    channel = tl.arange(0, C)
-    offset = (program * (R * W) + tl.arange(0, R * W))[:, None] * C + channel[None, :]
-    if BIAS:
-        total += tl.load(b + channel).to(tl.float32)[None, :]
+        box = g.load([image, top - r, -s, 0]).reshape(R * W, C)
+        total = tl.dot(box, weights, total)
+    offset = (program * (R * W) + tl.arange(0, R * W))[:, None] * C + tl.arange(0, C)[None, :]
     if ADD:
         total += tl.load(z + offset).to(tl.float32)
-    if RELU:
-        total = tl.maximum(total, 0.0)
     if MASK:
         total = tl.where(tl.load(m + offset).to(tl.float32) > 0.0, total, 0.0)
-    tl.store(y + offset, total.to(y.dtype.element_ty))
+    tl.store(dx + offset, total.to(dx.dtype.element_ty))

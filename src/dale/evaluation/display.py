@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import Any
 
-from tqdm import tqdm
+from dale.bars import Bar
 
 _LINE_EVERY = 30.0  # seconds; a pipe keeps what it is told
 
 
-class Display:
+class Display(Bar):
     """The progress of one attack over its examples, with the accuracy that is left so far."""
 
     def __init__(self, name: str, total: int, enabled: bool) -> None:
-        self.enabled = enabled
+        super().__init__(enabled, total=total, desc=name, unit="ex", mininterval=0.5, leave=False)
         self.done, self.total = 0, total
         self._said = time.monotonic()
-        shown = enabled and (sys.stderr.isatty() or "ipykernel" in sys.modules)
-        self.bar: tqdm[Any] | None = (
-            tqdm(total=total, desc=name, unit="ex", mininterval=0.5, leave=False, dynamic_ncols=True) if shown else None
-        )
-
-    def __enter__(self) -> Display:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
     def update(self, title: str, count: int, left: int, accuracy: float) -> None:
         """Show that `count` more examples are done and `left` are left, and that the accuracy is at most so much."""

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from types import TracebackType
 from typing import Any
 
-from tqdm import tqdm
-
-
-def _interactive() -> bool:
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+from dale.bars import Bar
 
 
 def format_record(record: dict[str, Any]) -> str:
@@ -45,25 +40,11 @@ def _brief(values: list[float | None], *, sign: bool = False) -> str:
     return f"{form.format(min(numbers))} .. {form.format(max(numbers))}"
 
 
-class Progress:
+class Progress(Bar):
     """A bar over all steps of a run; in a pipe, where a bar would be noise, a line after every epoch."""
 
     def __init__(self, total: int, done: int, enabled: bool) -> None:
-        self.enabled = enabled
-        self.bar = (
-            tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05)
-            if enabled and _interactive()
-            else None
-        )
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        super().__init__(enabled, total=total, initial=done, unit="step", smoothing=0.05)
 
     def step(self) -> None:
         """Count a step."""
