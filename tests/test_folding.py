@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dale.folded import FoldedBlock
+from dale.folded import FoldedBlock, FoldedConv
 from dale.folding import Replica, fold_batchnorm, replicate
 from dale.models import create_model
 
@@ -88,3 +88,20 @@ def test_blocks_as_one_operation_change_nothing(monkeypatch: pytest.MonkeyPatch)
     assert [(block.premasked, block.mask_input) for block in blocks] == [(True, True), (False, True)]
     slopes = [torch.autograd.grad(replica(x).square().sum(), x)[0] for replica in (plain, joined)]
     torch.testing.assert_close(slopes[1], slopes[0], rtol=0, atol=1e-6 * float(slopes[0].abs().max()))
+
+
+def test_shortcuts_whose_gradient_is_spread_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shaken(create_model("resnet18", channels=3, size=16, num_classes=10)).double()
+    x = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    replica = replicate(model, dtype=torch.float64, channels_last=True)
+    assert isinstance(replica, Replica)
+    assert [part.conv[0].out_channels for part in replica.parts if isinstance(part, FoldedConv) and part.skipping] == [
+        128,
+        256,
+        512,
+    ]
+    plain = replica(x)
+    monkeypatch.setattr("dale.folded.spreading_pays", lambda x: True)
+    compiled = torch.compile(replica, backend="aot_eager", fullgraph=True)
+    slopes = [torch.autograd.grad(out.square().sum(), x)[0] for out in (plain, compiled(x))]
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=0, atol=1e-9 * float(slopes[0].abs().max()))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dale.fused import basic_block, conv_relu
+from dale.fused import basic_block, conv_relu, pointwise_conv
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -29,6 +29,19 @@ def test_conv_relu(stride: int, with_z: bool) -> None:
         torch.autograd.grad(found, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("stride", [(2, 2), (3, 2), (1, 4)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_pointwise_conv(stride: tuple[int, int], layout: torch.memory_format) -> None:
+    x = numbers(2, 3, 7, 8).contiguous(memory_format=layout).requires_grad_(True)
+    weight, bias = numbers(4, 3, 1, 1, seed=1).contiguous(memory_format=layout), numbers(4, seed=2)
+    expected = F.conv2d(x, weight, bias, stride)
+    found = pointwise_conv(x, weight, bias, stride)
+    assert torch.equal(found, expected)
+    cotangent = numbers(*expected.shape, seed=3).contiguous(memory_format=layout)
+    ours, theirs = (torch.autograd.grad(output, x, cotangent)[0] for output in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("premasked", [False, True])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dale import winograd
-from dale.fused import basic_block, conv_relu
+from dale.fused import basic_block, conv_relu, pointwise_conv, spreading_pays
 from dale.kernels import fits_wide
 
 
@@ -64,6 +64,12 @@ class FoldedConv(nn.Module):
         return (*conv.kernel_size, *conv.stride, *conv.padding, conv.groups) == (3, 3, 1, 1, 1, 1, 1)
 
     @property
+    def skipping(self) -> bool:
+        """Whether it is a 1x1 convolution that reads some of the pixels only: a shortcut between stages."""
+        conv = self.conv[0]
+        return (*conv.kernel_size, conv.groups) == (1, 1, 1) and conv.padding == (0, 0) and conv.stride != (1, 1)
+
+    @property
     def fusable(self) -> bool:
         """Whether the library has one kernel for it with the ReLU."""
         conv = self.conv[0]
@@ -79,7 +85,11 @@ class FoldedConv(nn.Module):
             premasked = self.premasked and fits_wide(x)
             fused: Tensor = conv_relu(x, self.weight, self.bias, z, conv.stride, conv.padding, conv.groups, premasked)
             return fused
-        plain: Tensor = conv._conv_forward(x, self.weight, None if self.bare else self.bias)
+        bias = None if self.bare else self.bias
+        if self.skipping and spreading_pays(x):
+            spread: Tensor = pointwise_conv(x, self.weight, bias, conv.stride)
+            return spread
+        plain: Tensor = conv._conv_forward(x, self.weight, bias)
         return plain
 
 

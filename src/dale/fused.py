@@ -1,7 +1,8 @@
 """Convolutions of frozen networks with what follows them: one operation forward, and one backward to the input.
 
-    conv_relu     y = relu(conv(x) + b [+ z])
-    basic_block   y = relu(conv2(h) + b2 + x),   h = relu(conv1(x) + b1)        the residual block of two convolutions
+    conv_relu        y = relu(conv(x) + b [+ z])
+    pointwise_conv   y = conv(x) [+ b],   windows of 1x1, strided                 the shortcut between two stages
+    basic_block      y = relu(conv2(h) + b2 + x),   h = relu(conv1(x) + b1)       the residual block of two convolutions
 
 Weights get no gradient. Each runs as few kernels as the device has: the vendor's fused ones, those of `kernels.py`, or
 plain operations.
@@ -105,6 +106,45 @@ def _conv_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 conv_relu.register_autograd(_conv_backward, setup_context=_conv_setup)
+
+
+def spreading_pays(x: Tensor) -> bool:
+    """Whether `pointwise_conv` beats the library: under a compiler on a GPU, which joins its zeros to what follows."""
+    return x.device.type == "cuda" and torch.compiler.is_compiling()
+
+
+@torch.library.custom_op("dale::pointwise_conv", mutates_args=())
+def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int]) -> Tensor:
+    """conv(x, weight) + bias for windows of 1x1, without padding: it reads one pixel in prod(stride)."""
+    return F.conv2d(x, weight, bias, list(stride))
+
+
+@pointwise_conv.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int]) -> Tensor:
+    return F.conv2d(x, weight, bias, list(stride))
+
+
+def _pointwise_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, stride = inputs
+    ctx.save_for_backward(weight)
+    ctx.shape, ctx.stride = x.shape, stride
+
+
+def _pointwise_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """dx[p * stride] = w' dy[p], and zero elsewhere.
+
+    A product at the small resolution, spread by operations that a compiler makes a condition of the next loop: the
+    library's gradient writes the zeros out, to be read again by the sum with the other branch's.
+    """
+    (weight,) = ctx.saved_tensors
+    size, inputs, _, width = ctx.shape
+    pixels = gradient.permute(0, 2, 3, 1)
+    small = (pixels.flatten(0, 2) @ weight.flatten(1)).view(*pixels.shape[:3], inputs).permute(0, 3, 1, 2)
+    rows = small.new_zeros(size, inputs, small.shape[2], width).slice_scatter(small, 3, step=ctx.stride[1])
+    return small.new_zeros(ctx.shape).slice_scatter(rows, 2, step=ctx.stride[0]), None, None, None
+
+
+pointwise_conv.register_autograd(_pointwise_backward, setup_context=_pointwise_setup)
 
 _SAME: tuple[Sequence[int], Sequence[int], int] = ((1, 1), (1, 1), 1)  # stride, padding and groups inside a block
 
