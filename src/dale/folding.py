@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,7 +31,7 @@ class Replica(nn.Module):
     """
 
     # a function that compiles tensor functions, for samplers that climb this model; None: they run as they are
-    compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
+    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     def __init__(
         self, graph: fx.GraphModule, dtype: torch.dtype, channels_last: bool, minimal_filtering: bool = False

@@ -61,6 +61,11 @@ def _low32(word: Tensor) -> Tensor:
     return (((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)
 
 
+def stream(name: str) -> int:
+    """The number of a named stream: `key.fold(name)` is `key.fold(stream(name))`."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
 @dataclass(frozen=True)
 class Key:
     """A 64-bit word that names a stream of random numbers; `fold` derives a new, unrelated one.
@@ -73,7 +78,7 @@ class Key:
     def fold(self, data: int | str | Tensor) -> Key:
         """Return the key of a sub-stream: `key.fold("start")`, `key.fold(step)`."""
         if isinstance(data, str):
-            data = int.from_bytes(hashlib.blake2b(data.encode(), digest_size=8).digest(), "little", signed=True)
+            data = stream(data)
         # a number next to a tensor stays a number: a copy to the device would stop a captured graph
         if isinstance(data, Tensor):
             return Key(_mix64(_mix64(data.to(torch.int64)) ^ self.word))

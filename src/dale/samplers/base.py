@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from dale.random import Key
 from dale.random import key as make_key
 
 Classifier = Callable[[Tensor], Tensor]
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]  # makes a faster function of a tensor function
 
 # Chains of one example are told apart by the example's number: chain c of example i draws as example i + c * 2^40.
 _CHAIN_STRIDE = 1 << 40
@@ -44,7 +45,8 @@ def _logits(model: Classifier, x: Tensor) -> Tensor:
     return model(x)
 
 
-def _as_it_is(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler that does nothing."""
     return function
 
 
@@ -52,8 +54,8 @@ def _as_it_is(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class Problem:
     """What a sampler may ask while it draws: the potential U(delta), its gradient, and the set.
 
-    A model may bring a `compiler`, a function that speeds tensor functions up; the potential and the kernels' moves go
-    through it. The fast path does so, and changes nothing else.
+    A model may bring a `compiler`, a function that speeds tensor functions up; the potential, the start, the keys and
+    the kernels' moves go through it. The fast path does so, and changes nothing else.
 
     U is the perturbation loss (or its logarithm) of each example. Gradients are per example: the potentials are summed
     over the batch, never averaged, so that a temperature does not depend on the batch size. The clean logits, constant
@@ -69,8 +71,8 @@ class Problem:
     evaluations: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
-        self.compiler = getattr(self.model, "compiler", None) or _as_it_is
+        self.compiler: Compiler = getattr(self.model, "compiler", None) or as_it_is
+        self._ones: Tensor | None = None
         if self.loss is not None and self.loss.needs_clean and self.clean_logits is None:
             with torch.no_grad():
                 self.clean_logits = self.compiler(_logits)(self.model, self.batch.images).detach()
@@ -118,10 +120,10 @@ class Problem:
         """U(delta) of each example, (B,)."""
         require(self.loss is not None, "this sampler climbs a loss, and the objective gives it none")
         assert self.loss is not None
-        function = self.compiler(potential)
-        return function(
+        value: Tensor = self.compiler(potential)(
             self.model, self.perturbations, self.loss, self.log, self.x, delta, self.clean_logits, self.batch.labels
         )
+        return value
 
     def value(self, delta: Tensor) -> Tensor:
         """U(delta) without a gradient."""
@@ -135,7 +137,9 @@ class Problem:
         with torch.enable_grad():
             delta = delta.detach().requires_grad_(True)
             value = self.potential(delta)
-            (gradient,) = torch.autograd.grad(value, delta, torch.ones_like(value))
+            if self._ones is None:
+                self._ones = torch.ones_like(value)
+            (gradient,) = torch.autograd.grad(value, delta, self._ones)
         return value.detach(), gradient
 
 

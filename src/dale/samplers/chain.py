@@ -22,6 +22,8 @@ from dale.samplers.base import Problem, Sampler
 
 State = dict[str, Tensor]
 
+_STREAMS = tuple(random.stream(name) for name in ("start", "init", "step"))  # as numbers: a compiler knows no hashes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel(Component, ABC):
@@ -54,7 +56,7 @@ def walk(kernel: Kernel, problem: Problem, state: State, steps: int, key: Key) -
 
     A problem may shed examples that it is done with (attacks do, samplers never): what follows has fewer rows.
     """
-    for number, step_key in enumerate(key.each(steps)):
+    for number, step_key in enumerate(problem.compiler(Key.each)(key, steps)):
         state = kernel.step(problem, state, number, step_key)
         yield problem, state
         problem, state = problem.shed(state)
@@ -138,6 +140,11 @@ class Langevin(Kernel):
         return perturbations.project(moved if outside is None else moved + outside, x)
 
 
+def _split(key: Key) -> list[Key]:
+    """The keys of the start, of the kernel's first state, and of the steps."""
+    return [key.fold(number) for number in _STREAMS]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chain(Sampler):
     """Run a kernel for `steps` steps from a start, in `num_chains` independent chains per example.
@@ -202,10 +209,11 @@ class Chain(Sampler):
         size = len(problem.batch)
         problem = problem.repeat(self.num_chains)
         kernel = self.kernel.for_steps(self.steps)
-        delta = self.begin(problem, key.fold("start")) if start is None else problem.project(start)
-        state = first = kernel.init(problem, delta, key.fold("init"))
+        keys: list[Key] = problem.compiler(_split)(key)
+        delta = problem.compiler(Chain.begin)(self, problem, keys[0]) if start is None else problem.project(start)
+        state = first = kernel.init(problem, delta, keys[1])
         kept: list[Tensor] = []
-        for number, (_, state) in enumerate(walk(kernel, problem, first, self.steps, key.fold("step"))):
+        for number, (_, state) in enumerate(walk(kernel, problem, first, self.steps, keys[2])):
             if self.keep == "all" and number >= self.burn_in:
                 kept.append(state["delta"])
         if self.keep == "last":

@@ -1,17 +1,16 @@
 """The fast path: the same step, at the speed of the hardware.
 
 What it changes, and nothing else: the sampler climbs a frozen replica of the model (BatchNorm folded, the compute
-dtype, channels-last, no parameter gradients), refreshed from the live weights before every step; on a GPU the
-potential, the chain's moves and the training forward are compiled, and the whole step, from the batch to the average of
-the weights, is captured once as a CUDA graph and replayed. Nothing leaves the device in between. Tests hold it to the
-plain path.
+dtype, channels-last, no parameter gradients), refreshed from the live weights before every step; on a GPU the keys, the
+start, the potential and the moves of the chain, the Lagrangian, dual ascent and the sums are compiled, and the whole
+step, from the batch to the average of the weights, is captured once as a CUDA graph and replayed. Nothing leaves the
+device in between. Tests hold it to the plain path.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -78,20 +77,14 @@ class CapturedStep(FastStep):
         self.mode = mode
         self.steps = steps
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.forward: Callable[[Tensor], Tensor] | None = None
-
-    def model_of(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """The model as the Lagrangian calls it: compiled."""
-        if self.forward is None:
-            self.forward = torch.compile(model, dynamic=False, mode=self.mode) if self.compiled else model
-        return self.forward
 
     def __call__(self, state: TrainState, batch: Batch, key: Key) -> None:
         """Replay the captured step on a batch."""
         if self.graph is None:
             self._prepare(state, batch)
         if batch.images.shape != self.images.shape:
-            super().__call__(state, batch, key)
+            self.word.fill_(int(key.word))  # there, as a number it would be compiled for
+            super().__call__(state, batch, Key(self.word))
             return
         self._fill(batch, key)
         self._adopt(state)
@@ -132,8 +125,8 @@ class CapturedStep(FastStep):
             self.compiled = self._seconds(state, static) * self.steps > COMPILING_PAYS
             _restore(state, saved)
         if self.compiled:
-            self.replica.compiler = functools.cache(functools.partial(torch.compile, dynamic=False, mode=self.mode))
-        self.forward = None
+            self.compiler = functools.cache(functools.partial(torch.compile, dynamic=False, mode=self.mode))
+            self.replica.compiler = self.compiler
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -150,7 +143,6 @@ class CapturedStep(FastStep):
 
     def _seconds(self, state: TrainState, batch: Batch) -> float:
         """The time of one step, run operation by operation; the first one loads and chooses kernels."""
-        self.forward = state.model
         for _ in range(2):
             torch.cuda.synchronize(self.device)
             begin = time.perf_counter()
@@ -160,15 +152,12 @@ class CapturedStep(FastStep):
 
     def _step_in_place(self, state: TrainState, batch: Batch) -> None:
         """One step that leaves every tensor of the state where it is."""
-        duals, totals = state.duals, state.totals
-        state.totals = {}
+        duals = state.duals
         super().__call__(state, batch, Key(self.word))
         for old, new in zip(duals, state.duals, strict=True):
             for mine, fresh in zip(vars(old).values(), vars(new).values(), strict=True):
                 mine.copy_(fresh)
-        for name, value in state.totals.items():
-            totals.setdefault(name, torch.zeros_like(value)).add_(value)
-        state.duals, state.totals = duals, totals
+        state.duals = duals
 
 
 def _tensors(state: TrainState) -> list[Tensor]:

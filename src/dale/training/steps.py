@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from dale.batch import Batch
 from dale.constraints import Violation
-from dale.objectives import Objective, Step
+from dale.objectives import Duals, Objective, Step
 from dale.random import Key
+from dale.samplers.base import Compiler, as_it_is
 from dale.training.state import TrainState
 from dale.training.weights import WeightPerturbation
 
@@ -25,6 +26,7 @@ class PlainStep:
         self.dtype = dtype
         self.device = device
         self.weight_perturbation: WeightPerturbation | None = None
+        self.compiler: Compiler = as_it_is  # what the parts of the step go through, where it is worth it
         self.accumulate = 1  # parts that a batch is differentiated in, one after the other, to save memory
 
     def precision(self) -> AbstractContextManager[object]:
@@ -37,20 +39,17 @@ class PlainStep:
         """Draw the perturbations of a batch."""
         return self.objective.perturb(model, batch, key)
 
-    def model_of(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """The model as the Lagrangian calls it."""
-        return model
-
     def lagrangian(self, state: TrainState, batch: Batch, delta: Tensor | None) -> Step:
         """Evaluate the Lagrangian on a batch, or a part of one."""
-        return self.objective.lagrangian(self.model_of(state.model), batch, delta, state.duals)
+        step: Step = self.compiler(Objective.lagrangian)(self.objective, state.model, batch, delta, state.duals)
+        return step
 
     def descend(self, state: TrainState, batch: Batch, delta: Tensor | None, weight: float, last: bool) -> Step:
         """Add the gradients of a part of a batch, whose mean counts as `weight`; `last`: no other part follows."""
         with self.precision():
             step = self.lagrangian(state, batch, delta)
         (step.loss if weight == 1.0 else step.loss * weight).backward()  # type: ignore[no-untyped-call]
-        return step
+        return replace(step, loss=step.loss.detach())
 
     def collect(self, state: TrainState, step: Step) -> Step:
         """What all processes saw, given what this one did: the same, where it is alone."""
@@ -79,10 +78,10 @@ class PlainStep:
                 self._gradients(state, drawn, len(batch))
         step = self.collect(state, merged(seen))
         state.optimiser.step()
-        state.duals = self.objective.ascend(state.duals, step)
+        state.duals, sums = self.compiler(_conclude)(self.objective, state.duals, step)
         if state.average is not None:
             state.average.update(state.model)
-        add_totals(state.totals, step)
+        add_totals(state.totals, sums)
 
 
 def merged(steps: list[Step]) -> Step:
@@ -92,7 +91,7 @@ def merged(steps: list[Step]) -> Step:
     size = sum(step.size for step in steps)
 
     def mean(name: str) -> Tensor:
-        return torch.stack([getattr(step, name).detach() * (step.size / size) for step in steps]).sum(dim=0)
+        return torch.stack([getattr(step, name) * (step.size / size) for step in steps]).sum(dim=0)
 
     def count(name: str) -> Tensor:
         return torch.stack([getattr(step, name) for step in steps]).sum(dim=0)
@@ -105,19 +104,25 @@ def merged(steps: list[Step]) -> Step:
     return Step(*means, count("clean_correct"), count("robust_correct"), violations, size)
 
 
-def add_totals(totals: dict[str, Tensor], step: Step) -> None:
-    """Add a step to the epoch's running sums."""
-    loss = step.loss.detach()
+def _conclude(objective: Objective, duals: Duals, step: Step) -> tuple[Duals, dict[str, Tensor]]:
+    """The multipliers after a step, and what it adds to the epoch's running sums."""
     sums = {
-        "loss": loss * step.size,
+        "loss": step.loss * step.size,
         "robust_loss": step.robust * step.size,
         "nominal_loss": step.nominal * step.size,
         "clean_correct": step.clean_correct,
         "robust_correct": step.robust_correct,
-        "size": torch.full_like(loss, float(step.size)),
+        "size": torch.full_like(step.loss, float(step.size)),
     }
     for number, seen in enumerate(step.violations):
         sums[f"measure.{number}"] = seen.measure
         sums[f"members.{number}"] = seen.members
-    for name, value in sums.items():
-        totals[name] = totals[name] + value if name in totals else value.clone()
+    return objective.ascend(duals, step), sums
+
+
+def add_totals(totals: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
+    """Add to the running sums, in place, by one operation for all; those that are new start here."""
+    known = [name for name in sums if name in totals]
+    if known:
+        torch._foreach_add_([totals[name] for name in known], [sums[name] for name in known])
+    totals.update((name, value.clone()) for name, value in sums.items() if name not in totals)
