@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -105,3 +107,22 @@ def test_shortcuts_whose_gradient_is_spread_change_nothing(monkeypatch: pytest.M
     compiled = torch.compile(replica, backend="aot_eager", fullgraph=True)
     slopes = [torch.autograd.grad(out.square().sum(), x)[0] for out in (plain, compiled(x))]
     torch.testing.assert_close(slopes[1], slopes[0], rtol=0, atol=1e-9 * float(slopes[0].abs().max()))
+
+
+def test_refreshing_together_is_refreshing_one_by_one() -> None:
+    model = shaken(create_model("resnet18", channels=3, size=16, num_classes=10))
+    replica = replicate(model, dtype=torch.bfloat16, channels_last=True, fuse=False)
+    assert isinstance(replica, Replica)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    for compiler in (None, functools.partial(torch.compile, backend="aot_eager", fullgraph=True)):
+        replica.compiler = compiler
+        for part in replica.together:
+            part.weight.zero_()
+        replica.refresh()
+        for part in replica.together:
+            together = part.weight.clone(), part.bias.clone()
+            part.refresh()
+            assert torch.equal(part.weight, together[0])
+            torch.testing.assert_close(part.bias, together[1])

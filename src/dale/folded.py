@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +141,7 @@ class FoldedNorm(nn.Module):
 
 
 @torch.no_grad()
-def refresh_together(parts: list[FoldedConv]) -> None:
+def refresh_together(parts: list[FoldedConv], compiler: Callable[..., Any] | None = None) -> None:
     """Fold the live weights of all regular convolutions anew, with few kernels: `FoldedConv.refresh`, for lists."""
     norms = [norm for part in parts for norm in part.norm if norm is not None]
     if not norms:
@@ -155,8 +157,13 @@ def refresh_together(parts: list[FoldedConv]) -> None:
         for other in part.carried:
             shifts[number] = shifts[number] + shifts[place[other]]
     torch._foreach_copy_([part.bias for part in parts], shifts)
-    for part, scale in zip(parts, scales, strict=True):
-        torch.mul(part.conv[0].weight, scale.view(-1, 1, 1, 1), out=part.weight)
+    function = _scale if compiler is None else compiler(_scale)
+    function([part.weight for part in parts], [part.conv[0].weight.detach() for part in parts], list(scales))
+
+
+def _scale(folded: list[Tensor], weights: list[Tensor], scales: list[Tensor]) -> None:
+    """w * s per output channel, into `folded`; as lists, which a compiler makes one kernel of."""
+    torch._foreach_copy_(folded, torch._foreach_mul(weights, [scale.view(-1, 1, 1, 1) for scale in scales]))
 
 
 def _affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:

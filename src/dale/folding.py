@@ -53,7 +53,7 @@ class Replica(nn.Module):
 
     def refresh(self) -> None:
         """Take the live model's weights and statistics over."""
-        refresh_together(self.together)
+        refresh_together(self.together, self.compiler)
         for part in self.apart:
             part.refresh()
         for conv in self.wide:
