@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dale.components import Component
 from dale.errors import require
+from dale.samplers.base import Compiler, as_it_is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +44,30 @@ class AveragedModel:
         self.updates = torch.zeros((), dtype=torch.float64, device=device)  # there, so that a captured step can count
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
+    def update(self, model: nn.Module, compiler: Compiler = as_it_is) -> None:
         """Move the average towards the weights."""
-        self.updates += 1.0
-        share = 1.0 - ((1.0 + self.updates) / (10.0 + self.updates)).clamp_max(self.decay)
         averages: list[Tensor] = [p for p in self.module.parameters() if p.is_floating_point()]
         weights: list[Tensor] = [p.detach() for p in model.parameters() if p.is_floating_point()]
-        steps = torch._foreach_sub(weights, averages)
-        torch._foreach_mul_(steps, share.float())
-        torch._foreach_add_(averages, steps)
+        self.updates += 1.0
+        compiler(_move)(averages, weights, compiler(_share)(self.updates, self.decay))
 
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:
         """Take over the raw model's buffers (statistics are then re-estimated where there is BatchNorm)."""
         for mine, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
             mine.copy_(theirs)
+
+
+def _share(updates: Tensor, decay: float) -> Tensor:
+    """1 - d, once for all weights: apart from `_move`, where a compiler would work it out for each."""
+    return (1.0 - ((1.0 + updates) / (10.0 + updates)).clamp_max(decay)).float()
+
+
+def _move(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
+    """One update, in place; as lists, which a compiler makes few kernels of."""
+    steps = torch._foreach_sub(weights, averages)
+    torch._foreach_mul_(steps, share)
+    torch._foreach_add_(averages, steps)
 
 
 def has_batchnorm(model: nn.Module) -> bool:

@@ -80,7 +80,7 @@ class PlainStep:
         state.optimiser.step()
         state.duals, sums = self.compiler(_conclude)(self.objective, state.duals, step)
         if state.average is not None:
-            state.average.update(state.model)
+            state.average.update(state.model, self.compiler)
         add_totals(state.totals, sums)
 
 
