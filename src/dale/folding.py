@@ -176,12 +176,12 @@ def _fuse_relu(graph: fx.GraphModule) -> None:
         folded = modules[str(conv.target)]
         assert isinstance(folded, FoldedConv)
         folded.relu = True
-        conv.args = (conv.args[0],) if z is None else (conv.args[0], z)
         if z is not None and _fusable(z, modules):
             other = modules[str(z.target)]
             assert isinstance(other, FoldedConv)
             if other.regular and folded.regular:
                 folded.carry(other)
+        conv.args = (conv.args[0],) if z is None else (conv.args[0], z)
         relu.replace_all_uses_with(conv)
         graph.graph.erase_node(relu)
         if source is not conv:
