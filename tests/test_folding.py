@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dale.folded import FoldedBlock, FoldedConv
+from dale import fused
+from dale.folded import FoldedBlock
 from dale.folding import Replica, fold_batchnorm, replicate
 from dale.models import create_model
 
@@ -92,21 +94,35 @@ def test_blocks_as_one_operation_change_nothing(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(slopes[1], slopes[0], rtol=0, atol=1e-6 * float(slopes[0].abs().max()))
 
 
-def test_shortcuts_whose_gradient_is_spread_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shaken(create_model("resnet18", channels=3, size=16, num_classes=10)).double()
+@pytest.mark.parametrize("name", ["resnet18", "preact-resnet18"])
+def test_shortcuts_whose_gradient_is_spread_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shaken(create_model(name, channels=3, size=16, num_classes=10)).double()
     x = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
     replica = replicate(model, dtype=torch.float64, channels_last=True)
     assert isinstance(replica, Replica)
-    assert [part.conv[0].out_channels for part in replica.parts if isinstance(part, FoldedConv) and part.skipping] == [
-        128,
-        256,
-        512,
-    ]
-    plain = replica(x)
+    channels = []
+    original = fused._spread_gradient
+
+    def spread(gradient: Tensor, *rest: Any) -> Tensor:
+        channels.append(gradient.shape[1])
+        return original(gradient, *rest)
+
+    (plain,) = torch.autograd.grad(replica(x).square().sum(), x)
     monkeypatch.setattr("dale.folded.spreading_pays", lambda x: True)
+    monkeypatch.setattr("dale.fused._spread_gradient", spread)
     compiled = torch.compile(replica, backend="aot_eager", fullgraph=True)
-    slopes = [torch.autograd.grad(out.square().sum(), x)[0] for out in (plain, compiled(x))]
-    torch.testing.assert_close(slopes[1], slopes[0], rtol=0, atol=1e-9 * float(slopes[0].abs().max()))
+    (found,) = torch.autograd.grad(compiled(x).square().sum(), x)
+    assert channels == [512, 256, 128]
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-9 * float(plain.abs().max()))
+
+
+def test_the_shortcut_carries_the_bias_of_the_branch_that_it_adds_up() -> None:
+    model = shaken(create_model("resnet18", channels=3, size=16, num_classes=10))
+    replica = replicate(model)
+    assert isinstance(replica, Replica)
+    assert [(part.skipping, part.carried[0].bare) for part in replica.together if part.carried] == [(True, True)] * 3
+    x = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(replica(x), model(x), rtol=0, atol=2e-5 * float(model(x).detach().abs().max()))
 
 
 def test_refreshing_together_is_refreshing_one_by_one() -> None:

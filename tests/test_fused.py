@@ -42,6 +42,10 @@ def test_pointwise_conv(stride: tuple[int, int], layout: torch.memory_format) ->
     cotangent = numbers(*expected.shape, seed=3).contiguous(memory_format=layout)
     ours, theirs = (torch.autograd.grad(output, x, cotangent)[0] for output in (found, expected))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert ours.stride() == x.stride()  # or the sum that follows would lose its layout
+    fused = [conv_relu(x, weight, bias, None, stride, (0, 0), 1, False, spread) for spread in (True, False)]
+    ours, theirs = (torch.autograd.grad(output, x, cotangent)[0] for output in fused)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("premasked", [False, True])

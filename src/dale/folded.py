@@ -82,15 +82,17 @@ class FoldedConv(nn.Module):
         conv = self.conv[0]
         if self.filters is not None:
             return winograd.frozen_conv(x, self.filters, None if self.bare else self.bias, z, relu=self.relu)
+        spread = self.skipping and spreading_pays(x)
         if self.relu:
             assert isinstance(conv.padding, tuple)
             premasked = self.premasked and fits_wide(x)
-            fused: Tensor = conv_relu(x, self.weight, self.bias, z, conv.stride, conv.padding, conv.groups, premasked)
+            geometry = (conv.stride, conv.padding, conv.groups)
+            fused: Tensor = conv_relu(x, self.weight, self.bias, z, *geometry, premasked, spread)
             return fused
         bias = None if self.bare else self.bias
-        if self.skipping and spreading_pays(x):
-            spread: Tensor = pointwise_conv(x, self.weight, bias, conv.stride)
-            return spread
+        if spread:
+            bare: Tensor = pointwise_conv(x, self.weight, bias, conv.stride)
+            return bare
         plain: Tensor = conv._conv_forward(x, self.weight, bias)
         return plain
 

@@ -35,8 +35,9 @@ def conv_relu(
     padding: Sequence[int],
     groups: int,
     premasked: bool,
+    spread: bool = False,
 ) -> Tensor:
-    """relu(conv(x, weight) + bias + z); dilation 1."""
+    """relu(conv(x, weight) + bias + z); dilation 1. `spread`: windows of 1x1, with the gradient of `pointwise_conv`."""
     if z is None and kernels.fits_narrow(x, weight, stride, padding, groups):
         return kernels.narrow_conv_relu(x, weight, bias)
     if x.device.type == "cuda" and torch.backends.cudnn.enabled:
@@ -59,6 +60,7 @@ def _(
     padding: Sequence[int],
     groups: int,
     premasked: bool,
+    spread: bool = False,
 ) -> Tensor:
     return F.conv2d(x, weight, bias, list(stride), list(padding), 1, groups)
 
@@ -90,27 +92,42 @@ def _input_gradient(
     return inner
 
 
+def _spread_gradient(gradient: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
+    """dx[p * stride] = w' dy[p], and zero elsewhere: the gradient of strided windows of 1x1.
+
+    A product at the small resolution, spread by operations that a compiler makes a condition of the next loop. The
+    library writes the zeros out, to be read again by the sum with the other branch's gradient.
+    """
+    pixels = gradient.permute(0, 2, 3, 1)
+    small = (pixels.flatten(0, 2) @ weight.flatten(1)).view(*pixels.shape[:3], -1).permute(0, 3, 1, 2)
+    zeros = torch.zeros_like(x)  # in the memory layout of x, which the sum inherits
+    return zeros.slice_scatter(zeros[:, :, :: stride[0]].slice_scatter(small, 3, step=stride[1]), 2, step=stride[0])
+
+
+def spreading_pays(x: Tensor) -> bool:
+    """Whether `_spread_gradient` beats the library: on a GPU under a compiler, which joins it to what follows."""
+    return x.device.type == "cuda" and torch.compiler.is_compiling()
+
+
 def _conv_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, z, stride, padding, groups, premasked = inputs
+    x, weight, _, z, stride, padding, groups, premasked, spread = inputs
     ctx.save_for_backward(x, weight, output)
     ctx.geometry = (stride, padding, groups)
-    ctx.has_z, ctx.premasked = z is not None, premasked
+    ctx.has_z, ctx.premasked, ctx.spread = z is not None, premasked, spread
 
 
 def _conv_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, output = ctx.saved_tensors
     masked = gradient if ctx.premasked else _threshold_backward(gradient, output, 0)
-    narrow = weight.shape[1] <= kernels.CHANNELS and weight.device.type == "cuda"
-    inner = (narrow_gradient if narrow else _input_gradient)(masked, x, weight, *ctx.geometry)
-    return inner, None, None, masked if ctx.has_z else None, None, None, None, None
+    if ctx.spread:
+        inner = _spread_gradient(masked, x, weight, ctx.geometry[0])
+    else:
+        narrow = weight.shape[1] <= kernels.CHANNELS and weight.device.type == "cuda"
+        inner = (narrow_gradient if narrow else _input_gradient)(masked, x, weight, *ctx.geometry)
+    return inner, None, None, masked if ctx.has_z else None, None, None, None, None, None
 
 
 conv_relu.register_autograd(_conv_backward, setup_context=_conv_setup)
-
-
-def spreading_pays(x: Tensor) -> bool:
-    """Whether `pointwise_conv` beats the library: under a compiler on a GPU, which joins its zeros to what follows."""
-    return x.device.type == "cuda" and torch.compiler.is_compiling()
 
 
 @torch.library.custom_op("dale::pointwise_conv", mutates_args=())
@@ -125,23 +142,13 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int]) -> 
 
 
 def _pointwise_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, stride = inputs
-    ctx.save_for_backward(weight)
-    ctx.shape, ctx.stride = x.shape, stride
+    x, weight, _, ctx.stride = inputs
+    ctx.save_for_backward(x, weight)
 
 
 def _pointwise_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """dx[p * stride] = w' dy[p], and zero elsewhere.
-
-    A product at the small resolution, spread by operations that a compiler makes a condition of the next loop: the
-    library's gradient writes the zeros out, to be read again by the sum with the other branch's.
-    """
-    (weight,) = ctx.saved_tensors
-    size, inputs, _, width = ctx.shape
-    pixels = gradient.permute(0, 2, 3, 1)
-    small = (pixels.flatten(0, 2) @ weight.flatten(1)).view(*pixels.shape[:3], inputs).permute(0, 3, 1, 2)
-    rows = small.new_zeros(size, inputs, small.shape[2], width).slice_scatter(small, 3, step=ctx.stride[1])
-    return small.new_zeros(ctx.shape).slice_scatter(rows, 2, step=ctx.stride[0]), None, None, None
+    x, weight = ctx.saved_tensors
+    return _spread_gradient(gradient, x, weight, ctx.stride), None, None, None
 
 
 pointwise_conv.register_autograd(_pointwise_backward, setup_context=_pointwise_setup)
