@@ -58,6 +58,7 @@ def test_known_answers_are_frozen():
     index = torch.tensor([0, 5])
     assert random.key(0).word == -2152535657050944081
     assert random.key(0).fold("start").word == FROZEN["fold"]
+    assert random.key(0).fold(random.stream("start")).word == FROZEN["fold"]
     assert random.bits(KEY, index, (3,)).tolist() == FROZEN["bits"]
     assert random.uniform(KEY, index, (2,)).tolist() == FROZEN["uniform"]
     assert random.permutation(KEY, 8).tolist() == FROZEN["permutation"]
