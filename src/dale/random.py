@@ -61,6 +61,17 @@ def _low32(word: Tensor) -> Tensor:
     return (((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)
 
 
+def _numbers(count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """0 .. count - 1, to be hashed."""
+    numbers = torch.arange(count, dtype=dtype, device=device)
+    if torch.compiler.is_compiling():
+        # Inductor would carry the hash's first sums and products into index expressions: unbounded there, they do not
+        # fit the 32 bits that a GPU kernel counts in. It carries nothing past a bitwise operation; this one changes
+        # no number.
+        numbers = numbers & torch.iinfo(dtype).max
+    return numbers
+
+
 def stream(name: str) -> int:
     """The number of a named stream: `key.fold(name)` is `key.fold(stream(name))`."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
@@ -91,7 +102,7 @@ class Key:
         """Return `[self.fold(0), ..., self.fold(count - 1)]`; on a device, by one operation for all."""
         if isinstance(self.word, int):
             return [self.fold(number) for number in range(count)]
-        return [Key(word) for word in self.fold(torch.arange(count, device=self.word.device)).word]  # type: ignore[union-attr]
+        return [Key(word) for word in self.fold(_numbers(count, torch.int64, self.word.device)).word]  # type: ignore[union-attr]
 
 
 def key(seed: int | Key) -> Key:
@@ -105,7 +116,7 @@ def bits(key: Key, index: Tensor, shape: Sequence[int] = ()) -> Tensor:
     words = _mix64(_mix64(index.to(torch.int64)) ^ word)
     count = math.prod(shape)
     first, second = _low32(words).unsqueeze(1), _low32(words >> 32).unsqueeze(1)
-    element = torch.arange(count, dtype=torch.int32, device=index.device) * _STEP
+    element = _numbers(count, torch.int32, index.device) * _STEP
     return _mix32(_mix32(element + first) + second).view(len(index), *shape)
 
 
@@ -134,6 +145,6 @@ def integers(key: Key, index: Tensor, high: int, shape: Sequence[int] = ()) -> T
 
 def permutation(key: Key, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Return a random order of 0 .. count - 1: the same on every device."""
-    index = torch.arange(count, device=device)
+    index = _numbers(count, torch.int64, device)
     word = key.word.to(index.device) if isinstance(key.word, Tensor) else key.word
     return torch.argsort(_mix64(_mix64(index) ^ word), stable=True)
