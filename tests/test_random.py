@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch._inductor.utils import run_and_get_code
 
 from dale import random
 from dale.random import Key
@@ -215,3 +219,19 @@ def test_permutations_are_permutations_and_all_alike():
     counts = np.unique(np.array([hash(order) for order in orders]), return_counts=True)[1]
     assert len(counts) == 24
     assert stats.chisquare(counts).pvalue > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
+def test_compiled_hashes_keep_their_constants_out_of_index_expressions():
+    """A GPU kernel counts in 32 bits: Inductor may not add or multiply the hash's constants into what it counts."""
+
+    def draw(word, index):
+        return *(key.word for key in Key(word).each(3)), random.bits(Key(word), index, (2, 3))
+
+    word, index = torch.tensor(KEY.word), torch.tensor([0, 3, 2**31 + 5, -2])
+    compiled, codes = run_and_get_code(torch.compile(draw, fullgraph=True), word, index)
+    for got, expected in zip(compiled, draw(word, index), strict=True):
+        assert torch.equal(got, expected)
+    assert codes
+    assert [re.findall(r"\d{10,}L", code) for code in codes] == [[]] * len(codes)  # as C++ writes a number of an index
