@@ -48,6 +48,13 @@ def test_the_papers_mnist_network():
     assert (model.dropout1.p, model.dropout2.p) == (0.25, 0.5)
 
 
+def test_the_same_network_without_dropout_starts_from_the_same_weights():
+    data = Data((1, 28, 28), 10, "mnist")
+    plain, dry = create_model("convnet", data, seed=3), create_model("convnet-nodropout", data, seed=3)
+    assert (dry.dropout1.p, dry.dropout2.p) == (0.0, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), dry.parameters(), strict=True))
+
+
 SMALL = [name for name in MODELS if not name.startswith("wrn")]
 
 

@@ -22,6 +22,7 @@ from dale.models.weights import load_weights
 
 _BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "convnet": ConvNet,
+    "convnet-nodropout": partial(ConvNet, dropout=(0.0, 0.0)),
     "resnet18": partial(ResNet, BasicBlock, (2, 2, 2, 2)),
     "resnet34": partial(ResNet, BasicBlock, (3, 4, 6, 3)),
     "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3)),
@@ -82,9 +83,9 @@ def create_model(
     if name in _BUILDERS:
         if activation not in ACTIVATIONS:
             raise unknown("activation", activation, ACTIVATIONS)
-        if name == "convnet":
+        if name.startswith("convnet"):
             options["size"] = sides
-            if min(sides) < 16:
+            if name == "convnet" and min(sides) < 16:
                 # at the size of the digits dropout costs more than it gives: it doubles the training loss that the
                 # constraint sees, and the network, 53,000 weights, has nothing to spare
                 options["dropout"] = (0.0, 0.0)

@@ -31,7 +31,7 @@ TIMED = ("table4", "table5")
 class Row:
     """A row of a table: its label, the algorithm with its options, and the paper's [clean, fgsm, pgd] where printed.
 
-    `budget` is that of a row which has one of its own, as the best models have.
+    `budget` and `model` are those of a row which has its own, as the best models have.
     """
 
     label: str
@@ -39,10 +39,11 @@ class Row:
     options: dict[str, Any] = field(default_factory=dict)
     printed: Sequence[float] | None = None
     budget: str | None = None
+    model: str | None = None
 
     def spec(self, dataset: str, model: str, budget: str, seed: int) -> Spec:
         """The run behind the row."""
-        return Spec(dataset, model, self.algorithm, self.options, self.budget or budget, seed)
+        return Spec(dataset, self.model or model, self.algorithm, self.options, self.budget or budget, seed)
 
 
 def rows_of(table: str, dataset: str, model: str | None = None) -> list[Row]:
@@ -76,7 +77,10 @@ def rows_of(table: str, dataset: str, model: str | None = None) -> list[Row]:
         return [Row("dale rho=0.8", "dale", {"rho": 0.8})]
     if table == "best":
         found = recipes()["best"][dataset]
-        return [Row(_label(one), one["algorithm"], one["options"], budget=one["budget"]) for one in found]
+        return [
+            Row(_label(one), one["algorithm"], one["options"], budget=one["budget"], model=one.get("model"))
+            for one in found
+        ]
     found = recipes()["ablation"][dataset]
     return [Row(label, one["algorithm"], one["options"]) for label, one in found.items()]
 
