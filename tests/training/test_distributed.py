@@ -194,7 +194,8 @@ def by_torchrun(folder, device: str, *arguments: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
     for begin, name in (([], "alone"), (torchrun, "shared")):
         words = [sys.executable, *begin, "-m", "dale", "train", *tiny, *arguments, "--out", name]
-        variables = os.environ | ({"PYTHONPATH": str(folder)} if begin else {})
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])  # it may run from source
+        variables = os.environ | ({"PYTHONPATH": path} if begin else {})
         done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
     assert "failed (exitcode: -9) local_rank: 0" in done.stderr
