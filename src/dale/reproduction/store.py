@@ -10,18 +10,23 @@ from dale.data import load_dataset
 from dale.environment import environment
 from dale.evaluation import evaluate
 from dale.files import read_json, write_json
+from dale.reproduction.recipes import DATASETS, paper_attack
 from dale.training import load_run
 from dale.zoo import Entry, find, store
 
 FIRST = 1000  # test images that anyone can repeat on a CPU
 QUICK = ("fgsm", "pgd20-last", "pgd20", "pgd20-margin")
-# (first so many test images, attacks): the long one last
-PARTS: tuple[tuple[int | None, tuple[str, ...]], ...] = (
-    (FIRST, QUICK),
-    (None, QUICK),
-    (FIRST, ("autoattack",)),
-    (None, ("autoattack",)),
-)
+Parts = tuple[tuple[int | None, tuple[str, ...]], ...]
+
+
+def parts_of(dataset: str) -> Parts:
+    """What is published for a data set, (first so many test images, attacks): the long one last.
+
+    The quick ones have the paper's own PGD among them, which a table compares.
+    """
+    paper = (paper_attack(dataset, "pgd"),) if dataset in DATASETS else ()
+    quick, full = tuple(dict.fromkeys((*QUICK, *paper))), ("autoattack",)
+    return (FIRST, quick), (None, quick), (FIRST, full), (None, full)
 
 
 def publish(
@@ -31,7 +36,7 @@ def publish(
     *,
     device: str | None = None,
     data_dir: str | None = None,
-    parts: tuple[tuple[int | None, tuple[str, ...]], ...] = PARTS,
+    parts: Parts | None = None,
     say: Callable[[str], None] = print,
 ) -> Entry:
     """Store the weights of a run as `name`, then evaluate what was stored, part by part; an interrupted one continues.
@@ -46,7 +51,7 @@ def publish(
         store(loaded, name, zoo)
     entry = find(name, zoo)
     model, data = entry.load(place), load_dataset(entry.dataset, data_dir=data_dir)
-    for examples, attacks in parts:
+    for examples, attacks in parts or parts_of(entry.dataset):
         count = min(examples or len(data.test), len(data.test))
         folder = run / "zoo" / f"{count}-{attacks[0]}"
         found = read_json(folder / "evaluation.json") if (folder / "evaluation.json").is_file() else None
