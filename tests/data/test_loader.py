@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import functools
+import shutil
 import threading
 
 import pytest
 import torch
+from torch._dynamo.backends.registry import lookup_backend
 
 from dale.batch import Batch
-from dale.data import Loader, RandomCrop, RandomCutout, RandomFlip, Split, StrongAugment
+from dale.data import Augmentation, Loader, RandomCrop, RandomCutout, RandomFlip, Split, StrongAugment
 from dale.errors import UsageError
 
 _N = 1500  # more than one block of the loader
@@ -115,6 +118,61 @@ def test_the_background_loader_gives_the_same_numbers_and_ends_its_thread(monkey
     assert any(t.name == "dale-loader" for t in threading.enumerate())
     batches.close()  # type: ignore[attr-defined]
     assert not any(t.name == "dale-loader" for t in threading.enumerate())
+
+
+def _compiled_as_plain(augmentation: tuple[Augmentation, ...], backend: str) -> None:
+    plain, compiled = (Loader(_SPLIT, 128, seed=1, augmentation=augmentation) for _ in range(2))
+    options = {"backend": backend, "dynamic": False, "fullgraph": True}
+    compiled.compiler = functools.cache(functools.partial(torch.compile, **options))
+    for epoch in (0, 1):
+        for ours, theirs in zip(compiled.epoch(epoch), plain.epoch(epoch), strict=True):
+            assert _same(ours, theirs)
+
+
+_SEVERAL = pytest.mark.parametrize(
+    "augmentation",
+    [_MOVES, (RandomCutout(size=3), RandomFlip(), RandomCrop(padding=2)), _MIXED, ()],
+    ids=["moves", "turned", "mixed", "none"],
+)
+
+
+@_SEVERAL
+def test_a_traced_loader_gives_the_same_numbers(augmentation: tuple[Augmentation, ...]) -> None:
+    _compiled_as_plain(augmentation, "aot_eager")
+
+
+@pytest.mark.verify  # the compiler takes half a minute
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
+@_SEVERAL
+def test_a_compiled_loader_gives_the_same_numbers(augmentation: tuple[Augmentation, ...]) -> None:
+    _compiled_as_plain(augmentation, "inductor")
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_a_loader_is_compiled_once(resident: bool) -> None:
+    """Whatever the epoch, the place in it and the size of what is left; from the batch on that has a compiler."""
+    compilations = 0
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        nonlocal compilations
+        compilations += 1
+        return lookup_backend("aot_eager")(module, inputs)
+
+    def loader() -> Loader:
+        return Loader(_SPLIT, 200, seed=2, augmentation=_MIXED, resident=resident, drop_last=False)
+
+    torch._dynamo.reset()
+    plain, compiled = loader(), loader()
+    compiler = functools.cache(functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True))
+    for epoch, start in ((0, 0), (1, 0), (2, 3), (2, 7)):
+        for ours, theirs in zip(compiled.epoch(epoch, start), plain.epoch(epoch, start), strict=True):
+            assert _same(ours, theirs)
+            compiled.compiler = compiler
+    assert compilations == 1
+    with torch.no_grad():
+        next(compiled.epoch(3))
+    assert compilations == 1
 
 
 def test_an_error_of_the_background_thread_reaches_the_caller() -> None:

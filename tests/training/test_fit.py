@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ import torch
 from torch import nn
 
 import dale
-from dale.data import Loader
+from dale.data import Loader, RandomCrop
 from dale.errors import UsageError
 from dale.files import read_tensors
 from dale.training import SGD, Averaging, Constant, Piecewise, RunFolder, Validation
+from dale.training.steps import PlainStep
 
 QUICK: dict[str, Any] = {
     "epochs": 2,
@@ -100,6 +102,33 @@ def test_training_is_the_loop_of_the_readme(data: dale.Dataset, tmp_path: Path) 
     tensors, _ = read_tensors(run.folder.newest)
     for name, value in own.state_dict().items():
         assert torch.equal(tensors[f"model/{name}"], value)
+
+
+def test_batches_go_through_the_compiler_of_the_step(
+    data: dale.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first step on, which decides whether there is one; the bits are the same."""
+    seen: list[str] = []
+
+    def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+        seen.append(function.__name__)
+        return function
+
+    class Deciding(PlainStep):
+        def __call__(self, *arguments: Any) -> None:
+            self.compiler = compiler
+            super().__call__(*arguments)
+
+    def make_step(model: nn.Module, *arguments: Any) -> tuple[PlainStep, str]:
+        return Deciding(*arguments[:3]), ""
+
+    options = QUICK | {"augmentation": (RandomCrop(padding=1),)}
+    plain = dale.fit(_linear(), _row(), data, out=tmp_path / "plain", **options)
+    monkeypatch.setattr(sys.modules["dale.training.fit"], "make_step", make_step)
+    run = dale.fit(_linear(), _row(), data, out=tmp_path / "run", **options)
+    assert seen.count("_load") == 1  # digits: an epoch is one block, and the first is under way when the step decides
+    for ours, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_without_an_average_the_raw_weights_are_shipped(data: dale.Dataset, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ class Workload:
             key = self.key.fold(self.done)
             torch.manual_seed(int(key.fold("dropout").word) & 0x7FFFFFFFFFFFFFFF)
             self.step(self.state, batch, key)
+            self.loader.compiler = self.step.compiler
             self.done += 1
             if self.device.type == "cpu" or self.done % CHECK_EVERY == 0:
                 self.check_finite()

@@ -28,9 +28,12 @@ class Augmentation(Component):
 
     A subclass says `draw`, the numbers per image, and `apply`, what they do. One that only moves pixels, or sets
     them to zero, says `moves_only`: it is then applied to stored bytes, before they become floats, with equal results.
+    One that says `compiles` as well is tensor operations only, whose results a compiler does not change (no float is
+    rounded on the way); where the fast path compiles, the loader has it compiled too.
     """
 
     moves_only: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
 
     @final
     def __call__(self, images: Tensor, key: Key, index: Tensor) -> Tensor:
@@ -57,6 +60,7 @@ class RandomCrop(Augmentation):
 
     padding: int = 4
     moves_only: ClassVar[bool] = True
+    compiles: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(self.padding >= 1, f"RandomCrop: padding must be at least 1, got {self.padding}")
@@ -71,6 +75,8 @@ class RandomCrop(Augmentation):
         A row ends where the next begins, so the shifted image is one stretch of memory that starts earlier or later,
         copied whole; what it took from beyond its own borders is then set to zero.
         """
+        if torch.compiler.is_compiling():
+            return self._pick(images, numbers)
         guard = images.new_zeros(self.padding * (images.shape[3] + 1))
         flat = torch.cat((guard, images.reshape(-1), guard))
         size = images[0].numel()
@@ -89,6 +95,17 @@ class RandomCrop(Augmentation):
         if len(over):
             cut[over] = self.apply(stored.index_select(0, places[over]), numbers[over])
         return cut
+
+    def _pick(self, images: Tensor, numbers: Tensor) -> Tensor:
+        """The same pixel by pixel, for a compiler: with the selection before it, one read of each stored pixel."""
+        places, inside = [], []
+        for axis, length in enumerate(images.shape[2:]):
+            place = torch.arange(length, device=images.device) + (numbers[:, axis : axis + 1] - self.padding)
+            places.append(place.clamp(0, length - 1))
+            inside.append((place >= 0) & (place < length))
+        picked = images.gather(2, places[0][:, None, :, None].expand_as(images))
+        picked = picked.gather(3, places[1][:, None, None, :].expand_as(images))
+        return torch.where((inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(1), picked, 0)
 
     def _shift(self, images: Tensor, numbers: Tensor) -> Tensor:
         """How many pixels later in memory each shifted image begins."""
@@ -129,6 +146,7 @@ class RandomFlip(Augmentation):
     """Mirror left and right with probability 1/2."""
 
     moves_only: ClassVar[bool] = True
+    compiles: ClassVar[bool] = True
 
     def draw(self, key: Key, index: Tensor) -> Tensor:
         """One bit per image."""
@@ -136,7 +154,7 @@ class RandomFlip(Augmentation):
 
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:
         """Mirror the images whose bit is set."""
-        if images.device.type != "cpu":
+        if images.device.type != "cpu" or torch.compiler.is_compiling():
             return torch.where(numbers.view(-1, 1, 1, 1), images.flip(3), images)
         # on a CPU only those are touched, and NumPy writes them back whole where torch would go pixel by pixel
         chosen = numbers.nonzero().squeeze(1)
@@ -150,6 +168,7 @@ class RandomCutout(Augmentation):
 
     size: int = 8
     moves_only: ClassVar[bool] = True
+    compiles: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(self.size >= 1, f"RandomCutout: size must be at least 1, got {self.size}")

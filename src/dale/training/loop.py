@@ -129,6 +129,7 @@ class Trainer:
                 dropout = dropout.fold(rank)
             torch.manual_seed(int(dropout.word) & 0x7FFFFFFFFFFFFFFF)
             self.step(state, batch, key)
+            self.loader.compiler = self.step.compiler  # which the first step decides on
             state.batch += 1
             self.progress.step()
             if self.device.type == "cpu" or state.batch % CHECK_EVERY == 0:
