@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dale import fused
+from dale.compiling import as_it_is
 from dale.folded import FoldedBlock
 from dale.folding import Replica, fold_batchnorm, replicate
 from dale.models import create_model
@@ -132,7 +133,7 @@ def test_refreshing_together_is_refreshing_one_by_one() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.25)
-    for compiler in (None, functools.partial(torch.compile, backend="aot_eager", fullgraph=True)):
+    for compiler in (as_it_is, functools.partial(torch.compile, backend="aot_eager", fullgraph=True)):
         replica.compiler = compiler
         for part in replica.together:
             part.weight.zero_()

@@ -21,6 +21,7 @@ ROOMS = (
         "random",
         "batch",
         "modes",
+        "compiling",
         "programs",
         "kernels",
         "fused",

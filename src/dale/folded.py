@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dale import winograd
+from dale.compiling import Compiler, as_it_is
 from dale.fused import basic_block, conv_relu, pointwise_conv, spreading_pays
 from dale.kernels import fits_wide
 
@@ -143,7 +142,7 @@ class FoldedNorm(nn.Module):
 
 
 @torch.no_grad()
-def refresh_together(parts: list[FoldedConv], compiler: Callable[..., Any] | None = None) -> None:
+def refresh_together(parts: list[FoldedConv], compiler: Compiler = as_it_is) -> None:
     """Fold the live weights of all regular convolutions anew, with few kernels: `FoldedConv.refresh`, for lists."""
     norms = [norm for part in parts for norm in part.norm if norm is not None]
     if not norms:
@@ -159,8 +158,8 @@ def refresh_together(parts: list[FoldedConv], compiler: Callable[..., Any] | Non
         for other in part.carried:
             shifts[number] = shifts[number] + shifts[place[other]]
     torch._foreach_copy_([part.bias for part in parts], shifts)
-    function = _scale if compiler is None else compiler(_scale)
-    function([part.weight for part in parts], [part.conv[0].weight.detach() for part in parts], list(scales))
+    weights = [part.conv[0].weight.detach() for part in parts]
+    compiler(_scale)([part.weight for part in parts], weights, list(scales))
 
 
 def _scale(folded: list[Tensor], weights: list[Tensor], scales: list[Tensor]) -> None:

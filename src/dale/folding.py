@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from dale import winograd
+from dale.compiling import Compiler, as_it_is
 from dale.folded import Copied, FoldedBlock, FoldedConv, FoldedNorm, refresh_together
 from dale.kernels import WIDE, blocks_pay
 
@@ -30,14 +29,12 @@ class Replica(nn.Module):
     Images come in and logits go out as float32; in between runs `dtype`, in channels-last layout where asked.
     """
 
-    # a function that compiles tensor functions, for samplers that climb this model; None: they run as they are
-    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-
     def __init__(
         self, graph: fx.GraphModule, dtype: torch.dtype, channels_last: bool, minimal_filtering: bool = False
     ) -> None:
         super().__init__()
         self.graph = graph
+        self.compiler: Compiler = as_it_is  # for samplers that climb this model, and for its refresh
         self.dtype = dtype
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.parts = [m for m in graph.modules() if isinstance(m, (FoldedConv, FoldedNorm, Copied))]

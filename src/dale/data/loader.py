@@ -19,10 +19,10 @@ from torch import Tensor
 
 from dale import random
 from dale.batch import Batch
+from dale.compiling import Compiler, as_it_is
 from dale.data.augment import Augmentation
 from dale.data.splits import Split
 from dale.errors import UsageError, require
-from dale.samplers.base import Compiler, as_it_is
 
 _BLOCK = 512  # examples gathered and moved at once: fewer, larger operations, still small enough for a CPU's cache
 _DRAWN = 16  # blocks whose augmentation is drawn at once

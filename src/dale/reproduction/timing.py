@@ -111,6 +111,7 @@ def _time(spec: Spec, data: Any, place: torch.device, precision: str, fast: Any,
     for number in range(WARMUP + steps):
         began = time.perf_counter()
         step(state, next(batches), key.fold(number))
+        loader.compiler = step.compiler  # as training does
         if place.type == "cuda":
             torch.cuda.synchronize(place)
         seconds.append(time.perf_counter() - began)

@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 
 from dale.batch import Batch
+from dale.compiling import Compiler, as_it_is
 from dale.components import Component
 from dale.errors import NumericsError, require, require_choice
 from dale.losses import Loss
@@ -21,7 +22,6 @@ from dale.random import Key
 from dale.random import key as make_key
 
 Classifier = Callable[[Tensor], Tensor]
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]  # makes a faster function of a tensor function
 
 # Chains of one example are told apart by the example's number: chain c of example i draws as example i + c * 2^40.
 _CHAIN_STRIDE = 1 << 40
@@ -45,11 +45,6 @@ def _logits(model: Classifier, x: Tensor) -> Tensor:
     return model(x)
 
 
-def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler that does nothing."""
-    return function
-
-
 @dataclass
 class Problem:
     """What a sampler may ask while it draws: the potential U(delta), its gradient, and the set.
@@ -71,7 +66,7 @@ class Problem:
     evaluations: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.compiler: Compiler = getattr(self.model, "compiler", None) or as_it_is
+        self.compiler: Compiler = getattr(self.model, "compiler", as_it_is)
         self._ones: Tensor | None = None
         if self.loss is not None and self.loss.needs_clean and self.clean_logits is None:
             with torch.no_grad():

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dale.compiling import Compiler, as_it_is
 from dale.components import Component
 from dale.errors import require
-from dale.samplers.base import Compiler, as_it_is
 
 
 @dataclass(frozen=True, kw_only=True)

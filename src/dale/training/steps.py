@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from dale.batch import Batch
+from dale.compiling import Compiler, as_it_is
 from dale.constraints import Violation
 from dale.objectives import Duals, Objective, Step
 from dale.random import Key
-from dale.samplers.base import Compiler, as_it_is
 from dale.training.state import TrainState
 from dale.training.weights import WeightPerturbation
 
