@@ -53,18 +53,40 @@ def test_only_wide_convolutions_that_keep_the_size_are_replaced(monkeypatch):
     asked = []
     monkeypatch.setattr(winograd, "trained_conv", lambda *args: asked.append(args) or F.conv2d(*args, padding=1))
     wide, narrow = torch.zeros(128, 128, 3, 3), torch.zeros(64, 128, 3, 3)
-    x = torch.zeros(1, 128, 4, 4)
+    x = torch.zeros(8, 128, 16, 16)  # 128 tiles, as many as channels
     with winograd.MinimalFiltering():
         for options in ({"stride": 2, "padding": 1}, {"padding": 0}, {"padding": 1, "dilation": 2}):
             torch.nn.Conv2d(128, 128, 3, **options)(x)
         F.conv2d(x, narrow, None, 1, 1)
         F.conv2d(x.double(), wide.double(), None, 1, 1)
         torch.nn.Conv2d(128, 128, 3, padding=1, groups=2)(x)
+        torch.nn.Conv2d(128, 128, 3, padding=1)(x[:7])  # too few tiles to pay for the filters
         assert not asked
         torch.nn.Conv2d(128, 128, 3, padding=1)(x)
     assert len(asked) == 1
     F.conv2d(x, wide, None, 1, 1)
     assert len(asked) == 1
+
+
+def test_memory_is_used_again_and_nothing_of_it_is_seen(monkeypatch):
+    """Images of several sizes in turn, a few at a time: each gives what it gave alone, and no result is overwritten."""
+    monkeypatch.setattr(winograd, "_ROOM", 36 * 128 * 4)  # four tiles: the images go through one by one
+    weight = torch.randn(128, 128, 3, 3, generator=torch.Generator().manual_seed(0)) / 30
+    filters = winograd.transform_both(weight)
+    images = [torch.randn(n, 128, h, w) for n, h, w in ((3, 8, 8), (2, 5, 7), (1, 4, 4), (3, 8, 8))]
+    found = [winograd.frozen_conv(x, filters, None) for x in images]
+    for x, y in zip(images, found, strict=True):
+        assert close(y, F.conv2d(x, weight, None, 1, 1))
+
+
+def test_filters_are_transformed_in_place():
+    first, second = (torch.randn(128, 128, 3, 3) for _ in range(2))
+    filters = winograd.transform_both(first)
+    places = [one.data_ptr() for one in filters]
+    again = winograd.transform_both(second, filters)
+    assert [one.data_ptr() for one in again] == places
+    for mine, fresh in zip(again, winograd.transform_both(second), strict=True):
+        assert torch.equal(mine, fresh)
 
 
 def test_a_replica_with_minimal_filtering_is_the_model():

@@ -54,7 +54,7 @@ class Replica(nn.Module):
         for part in self.apart:
             part.refresh()
         for conv in self.wide:
-            conv.filters = winograd.transform_both(conv.weight)
+            conv.filters = winograd.transform_both(conv.weight, conv.filters)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images in [0, 1]."""

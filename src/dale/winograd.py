@@ -11,6 +11,8 @@ that is faster than the library's direct convolution; the results differ by abou
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 CHANNELS = 128  # with fewer of them transforming the tiles costs more than it saves
 _TILE, _WINDOW = 4, 6
 _PLACES = _WINDOW**2
+_ROOM = 1 << 22  # numbers in a room for windows or products, 16 MiB: as many images as fit go through together
 
 _INPUT = (
     (4, 0, -5, 0, 1, 0),
@@ -62,32 +65,76 @@ def transform(weight: Tensor) -> Tensor:
     return (_FILTERS @ weight.permute(2, 3, 1, 0).reshape(9, -1)).view(_PLACES, inputs, outputs)
 
 
-def transform_both(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The filters of a convolution, and of its gradient: turned round, with the channels exchanged."""
-    return transform(weight), transform(weight.flip(2, 3).transpose(0, 1))
+@torch.no_grad()
+def transform_both(weight: Tensor, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """The filters of a convolution, and of its gradient: turned round, with the channels exchanged.
+
+    `into`: earlier ones, whose memory is used again.
+    """
+    pair = (weight, weight.flip(2, 3).transpose(0, 1))
+    if into is None:
+        return transform(pair[0]), transform(pair[1])
+    for one, filters in zip(pair, into, strict=True):
+        torch.mm(_FILTERS, one.permute(2, 3, 1, 0).reshape(9, -1), out=filters.view(_PLACES, -1))
+    return into
 
 
 def _tiles(size: int) -> int:
     return -(-size // _TILE)
 
 
-def _windows(x: Tensor) -> Tensor:
-    """The transformed windows B^T d B of padded images (B, H, W, C): (36, tiles, C)."""
+class _Space(threading.local):
+    """Memory that is used again, by each thread its own: fresh pages cost as much as the arithmetic on them."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Room under a name, with whatever it held."""
+        size = math.prod(shape)
+        if name not in self.kept or self.kept[name].numel() < size:
+            self.kept[name] = torch.empty(size)
+        return self.kept[name][:size].view(shape)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """Images (B, H, W, C) with a border of zeros, of whole tiles."""
+        size, height, width, channels = x.shape
+        rows, columns = _TILE * _tiles(height) + 2, _TILE * _tiles(width) + 2
+        padded = self.take("padded", size, rows, columns, channels)
+        padded[:, 0], padded[:, :, 0] = 0.0, 0.0
+        padded[:, height + 1 :], padded[:, :, width + 1 :] = 0.0, 0.0
+        padded[:, 1 : height + 1, 1 : width + 1] = x
+        return padded
+
+
+_space = _Space()
+
+
+def _windows(x: Tensor, into: Tensor | None = None) -> Tensor:
+    """The transformed windows B^T d B of images (B, H, W, C): (36, tiles, C); `into`, where given, room for them."""
     size, height, width, channels = x.shape
     down, across = _tiles(height), _tiles(width)
-    padded = F.pad(x, (0, 0, 1, _TILE * across + 1 - width, 1, _TILE * down + 1 - height))
+    padded = _space.padded(x)
     image, row, column, _ = padded.stride()
-    windows = padded.as_strided(
+    overlapping = padded.as_strided(
         (_WINDOW, _WINDOW, size, down, across, channels), (row, column, image, _TILE * row, _TILE * column, 1)
     )
-    return (_INPUTS @ windows.reshape(_PLACES, -1)).view(_PLACES, -1, channels)
+    windows = _space.take("windows", *overlapping.shape).copy_(overlapping).view(_PLACES, -1)
+    transformed = _INPUTS @ windows if into is None else torch.mm(_INPUTS, windows, out=into.view(_PLACES, -1))
+    return transformed.view(_PLACES, -1, channels)
 
 
-def _outputs(products: Tensor, size: int, height: int, width: int) -> Tensor:
-    """The images (B, C, H, W), in channels-last memory, of the products of their tiles, (36, tiles, C)."""
+def _outputs(products: Tensor, images: Tensor) -> None:
+    """Fill images (B, H, W, C) from the products of their tiles, (36, tiles, C)."""
+    size, height, width, channels = images.shape
     down, across = _tiles(height), _tiles(width)
-    out = (_OUTPUTS @ products.view(_PLACES, -1)).view(_TILE, _TILE, size, down, across, -1)
-    return _cut(out.permute(2, 3, 0, 4, 1, 5).reshape(size, _TILE * down, _TILE * across, -1), height, width)
+    tiles = _space.take("tiles", _TILE**2, size * down * across * channels)
+    torch.mm(_OUTPUTS, products.view(_PLACES, -1), out=tiles)
+    ordered = tiles.view(_TILE, _TILE, size, down, across, channels).permute(2, 3, 0, 4, 1, 5)
+    if (height, width) == (_TILE * down, _TILE * across):
+        images.view(ordered.shape).copy_(ordered)
+    else:
+        images.copy_(ordered.reshape(size, _TILE * down, _TILE * across, channels)[:, :height, :width])
 
 
 def _cut(images: Tensor, height: int, width: int) -> Tensor:
@@ -96,11 +143,21 @@ def _cut(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def _plain(x: Tensor, filters: Tensor, bias: Tensor | None = None) -> Tensor:
-    x = x.permute(0, 2, 3, 1).contiguous()
-    products = torch.bmm(_windows(x), filters)
-    if bias is not None:
-        products[_ONES] += bias
-    return _outputs(products, *x.shape[:3])
+    """conv(x) + bias as (B, C, H, W) in channels-last memory, a few images at a time."""
+    x = x.permute(0, 2, 3, 1)
+    size, height, width, channels = x.shape
+    each, wide = _tiles(height) * _tiles(width), filters.shape[2]
+    share = max(1, _ROOM // (_PLACES * each * max(channels, wide)))
+    y = x.new_empty(size, height, width, wide)
+    for first in range(0, size, share):
+        part = x[first : first + share]
+        count = len(part) * each
+        windows = _windows(part, _space.take("transformed", _PLACES, count, channels))
+        products = torch.bmm(windows, filters, out=_space.take("products", _PLACES, count, wide))
+        if bias is not None:
+            products[_ONES] += bias
+        _outputs(products, y[first : first + share])
+    return y.permute(0, 3, 1, 2)
 
 
 class _Frozen(torch.autograd.Function):
@@ -141,11 +198,14 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, filters: Tensor) -> Tensor:
-        x = x.permute(0, 2, 3, 1).contiguous()
+        x = x.permute(0, 2, 3, 1)
         windows = _windows(x)
         ctx.save_for_backward(windows, filters)
         ctx.shape = x.shape
-        return _outputs(torch.bmm(windows, filters), *x.shape[:3])
+        products = torch.bmm(windows, filters, out=_space.take("products", *windows.shape[:2], filters.shape[2]))
+        y = x.new_empty(*x.shape[:3], filters.shape[2])
+        _outputs(products, y)
+        return y.permute(0, 3, 1, 2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -155,12 +215,16 @@ class _Trained(torch.autograd.Function):
         gradient = gradients[0].permute(0, 2, 3, 1)
         gradient = F.pad(gradient, (0, 0, 0, _TILE * across - width, 0, _TILE * down - height))
         tiles = gradient.reshape(size, down, _TILE, across, _TILE, -1).permute(2, 4, 0, 1, 3, 5)
-        products = (_OUTPUTS.t() @ tiles.reshape(_TILE**2, -1)).view(_PLACES, size * down * across, -1)
+        tiles = _space.take("tiles", *tiles.shape).copy_(tiles).view(_TILE**2, -1)
+        products = torch.mm(_OUTPUTS.t(), tiles, out=_space.take("products", _PLACES, tiles.shape[1]))
+        products = products.view(*windows.shape[:2], -1)
         for_filters = torch.bmm(windows.transpose(1, 2), products)
-        inputs = torch.bmm(products, filters.transpose(1, 2)).view(_PLACES, -1)
-        pieces = (_INPUTS.t() @ inputs).view(_WINDOW, _WINDOW, size, down, across, channels)
+        inputs = torch.bmm(products, filters.transpose(1, 2), out=_space.take("transformed", *windows.shape))
+        pieces = _space.take("windows", _WINDOW, _WINDOW, size, down, across, channels)
+        torch.mm(_INPUTS.t(), inputs.view(_PLACES, -1), out=pieces.view(_PLACES, -1))
         # windows overlap: the last two of six rows and columns are the first two of the next one's
-        whole = gradient.new_zeros(size, down + 1, _TILE, across + 1, _TILE, channels).permute(2, 4, 0, 1, 3, 5)
+        whole = _space.take("padded", size, down + 1, _TILE, across + 1, _TILE, channels).zero_()
+        whole = whole.permute(2, 4, 0, 1, 3, 5)
         whole[:, :, :, :-1, :-1] = pieces[:_TILE, :_TILE]
         whole[:2, :, :, 1:, :-1] += pieces[_TILE:, :_TILE]
         whole[:, :2, :, :-1, 1:] += pieces[:_TILE, _TILE:]
@@ -186,9 +250,15 @@ class MinimalFiltering(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Stand in for `conv2d` where it fits; everything else goes its way."""
-        if func is torch.conv2d and not kwargs and _same(*args) and fits(args[1]) and args[0].dtype == torch.float32:
+        if func is torch.conv2d and not kwargs and _same(*args) and fits(args[1]) and _many(args[0], args[1]):
             return trained_conv(*args[:3])
         return func(*args, **(kwargs or {}))
+
+
+def _many(x: Tensor, weight: Tensor) -> bool:
+    """Whether there are tiles enough to pay for transforming filters that change at every step."""
+    tiles = len(x) * _tiles(x.shape[2]) * _tiles(x.shape[3])
+    return x.dtype == torch.float32 and tiles >= max(weight.shape[:2])
 
 
 def _same(
