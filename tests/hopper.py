@@ -40,6 +40,7 @@ from triton.runtime.jit import JITFunction
 
 from dale import algorithms, fused, kernels
 from dale.batch import Batch
+from dale.data import Loader, RandomCrop, RandomCutout, RandomFlip, Split
 from dale.folding import Replica, replicate
 from dale.models import create_model
 from dale.perturbations import Linf
@@ -241,6 +242,16 @@ def step(compiler: Compiler, network: str, row: str) -> None:
     captured._step_in_place(TrainState(model, SGD(nesterov=True).build(model), duals, average), batch)
 
 
+def loader(compiler: Compiler) -> None:
+    """Compile the way from stored images to a batch, with every augmentation that is compiled."""
+    images = torch.zeros(48, 3, 32, 32, dtype=torch.uint8)
+    split = Split.of(images, torch.arange(48) % 10, 10)
+    found = Loader(split, 16, seed=0, augmentation=(RandomCrop(), RandomFlip(), RandomCutout()))
+    found.compiler = compiler
+    for _ in found.epoch(0):
+        pass
+
+
 def programs() -> None:
     """Compile the kernels written by hand: every shape of tile in bfloat16, and the commonest in float16."""
     narrow = [(torch.bfloat16, 3, outputs) for outputs in (16, 32, 64, 128)]
@@ -262,6 +273,8 @@ if __name__ == "__main__":
     compiler = Compiler()
     if sys.argv[1:] == ["programs"]:
         programs()
+    elif sys.argv[1:] == ["loader"]:
+        loader(compiler)
     else:
         step(compiler, *sys.argv[1:])
     print(json.dumps({"kernels": compiler.kernels, "failures": compiler.failures}))

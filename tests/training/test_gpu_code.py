@@ -52,6 +52,10 @@ def test_the_captured_step_with_dropout_and_without_batchnorm_compiles_for_hoppe
     assert kernels.total() > 40, kernels
 
 
+def test_the_loader_compiles_for_hopper() -> None:
+    assert compiled("loader").keys() == {"_load"}
+
+
 def test_the_kernels_written_by_hand_compile_for_hopper() -> None:
     """And ask for no more shared memory than there is."""
     assert compiled("programs") == {"narrow_forward": 7, "narrow_products": 7, "narrow_sum": 7, "wide_backward": 15}
