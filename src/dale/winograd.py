@@ -59,10 +59,15 @@ def fits(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and min(weight.shape[:2]) >= CHANNELS
 
 
-def transform(weight: Tensor) -> Tensor:
+def _product(matrix: Tensor, numbers: Tensor, into: Tensor | None = None) -> Tensor:
+    """A matrix for the places of a tile times the numbers there; `into`, where given, room for the result."""
+    return torch.mm(matrix, numbers, out=None if into is None else into.view(len(matrix), -1))
+
+
+def transform(weight: Tensor, into: Tensor | None = None) -> Tensor:
     """The transformed filters G w G^T, (36, channels in, channels out)."""
     outputs, inputs = weight.shape[:2]
-    return (_FILTERS @ weight.permute(2, 3, 1, 0).reshape(9, -1)).view(_PLACES, inputs, outputs)
+    return _product(_FILTERS, weight.permute(2, 3, 1, 0).reshape(9, -1), into).view(_PLACES, inputs, outputs)
 
 
 @torch.no_grad()
@@ -71,12 +76,8 @@ def transform_both(weight: Tensor, into: tuple[Tensor, Tensor] | None = None) ->
 
     `into`: earlier ones, whose memory is used again.
     """
-    pair = (weight, weight.flip(2, 3).transpose(0, 1))
-    if into is None:
-        return transform(pair[0]), transform(pair[1])
-    for one, filters in zip(pair, into, strict=True):
-        torch.mm(_FILTERS, one.permute(2, 3, 1, 0).reshape(9, -1), out=filters.view(_PLACES, -1))
-    return into
+    forward, backward = (None, None) if into is None else into
+    return transform(weight, forward), transform(weight.flip(2, 3).transpose(0, 1), backward)
 
 
 def _tiles(size: int) -> int:
@@ -120,8 +121,7 @@ def _windows(x: Tensor, into: Tensor | None = None) -> Tensor:
         (_WINDOW, _WINDOW, size, down, across, channels), (row, column, image, _TILE * row, _TILE * column, 1)
     )
     windows = _space.take("windows", *overlapping.shape).copy_(overlapping).view(_PLACES, -1)
-    transformed = _INPUTS @ windows if into is None else torch.mm(_INPUTS, windows, out=into.view(_PLACES, -1))
-    return transformed.view(_PLACES, -1, channels)
+    return _product(_INPUTS, windows, into).view(_PLACES, -1, channels)
 
 
 def _outputs(products: Tensor, images: Tensor) -> None:
@@ -129,7 +129,7 @@ def _outputs(products: Tensor, images: Tensor) -> None:
     size, height, width, channels = images.shape
     down, across = _tiles(height), _tiles(width)
     tiles = _space.take("tiles", _TILE**2, size * down * across * channels)
-    torch.mm(_OUTPUTS, products.view(_PLACES, -1), out=tiles)
+    _product(_OUTPUTS, products.view(_PLACES, -1), tiles)
     ordered = tiles.view(_TILE, _TILE, size, down, across, channels).permute(2, 3, 0, 4, 1, 5)
     if (height, width) == (_TILE * down, _TILE * across):
         images.view(ordered.shape).copy_(ordered)
@@ -216,12 +216,12 @@ class _Trained(torch.autograd.Function):
         gradient = F.pad(gradient, (0, 0, 0, _TILE * across - width, 0, _TILE * down - height))
         tiles = gradient.reshape(size, down, _TILE, across, _TILE, -1).permute(2, 4, 0, 1, 3, 5)
         tiles = _space.take("tiles", *tiles.shape).copy_(tiles).view(_TILE**2, -1)
-        products = torch.mm(_OUTPUTS.t(), tiles, out=_space.take("products", _PLACES, tiles.shape[1]))
-        products = products.view(*windows.shape[:2], -1)
+        products = _space.take("products", *windows.shape[:2], filters.shape[2])
+        _product(_OUTPUTS.t(), tiles, products)
         for_filters = torch.bmm(windows.transpose(1, 2), products)
         inputs = torch.bmm(products, filters.transpose(1, 2), out=_space.take("transformed", *windows.shape))
         pieces = _space.take("windows", _WINDOW, _WINDOW, size, down, across, channels)
-        torch.mm(_INPUTS.t(), inputs.view(_PLACES, -1), out=pieces.view(_PLACES, -1))
+        _product(_INPUTS.t(), inputs.view(_PLACES, -1), pieces)
         # windows overlap: the last two of six rows and columns are the first two of the next one's
         whole = _space.take("padded", size, down + 1, _TILE, across + 1, _TILE, channels).zero_()
         whole = whole.permute(2, 4, 0, 1, 3, 5)

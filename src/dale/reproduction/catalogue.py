@@ -94,7 +94,7 @@ def _row(label: str, values: Sequence[float] | None) -> Row:
 
 def _label(one: dict[str, Any]) -> str:
     options = " ".join(f"{name}={value}" for name, value in one["options"].items())
-    return f"{one['algorithm']} {options} ({one['budget']})"
+    return f"{one['algorithm']} {options} ({', '.join(one[name] for name in ('budget', 'model') if name in one)})"
 
 
 def chosen(rows: Sequence[Row], names: Sequence[str] | None) -> list[Row]:

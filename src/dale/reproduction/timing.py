@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -81,39 +81,15 @@ def machine(facts: Mapping[str, Any]) -> str:
     return f"{facts.get('gpu', facts.get('cpu', 'unknown'))}, torch {facts.get('torch', 'unknown')}"
 
 
-def _time(spec: Spec, data: Any, place: torch.device, precision: str, fast: Any, steps: int) -> tuple[int, float, int]:
+def _time(spec: Spec, data: Any, place: torch.device, precision: Any, fast: Any, steps: int) -> tuple[int, float, int]:
     """Batch size, seconds of a step, and batches of an epoch over all training images of the data set."""
-    import torch
-
-    from dale import random
-    from dale.data import Loader
-    from dale.models import create_model
-    from dale.training.averaging import AveragedModel
-    from dale.training.fast import CapturedStep, make_step
-    from dale.training.optimisers import set_learning_rate
-    from dale.training.state import TrainState
+    from dale.benchmark.machine import seconds_of
+    from dale.benchmark.workload import Workload
 
     config = spec.config()
-    settings = config.training
-    model = create_model(config.model.name, data, seed=spec.seed).to(place)
-    objective = config.build_objective().for_run(1000, 1)
-    loader = Loader(data.train, settings.batch_size, seed=0, augmentation=settings.augmentation, device=place)
-    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    step, _ = make_step(model, objective, dtype, place, fast)
-    average = None if settings.averaging is None else AveragedModel(model, settings.averaging)
-    captured = isinstance(step, CapturedStep)
-    optimiser = settings.optimiser.build(model, captured=captured)
-    state = TrainState(model, optimiser, objective.initial_duals(data.num_classes, None, place), average)
-    set_learning_rate(optimiser, settings.optimiser.learning_rate)
-    model.train()
-    key, seconds = random.key(0), []
-    batches = (batch for epoch in range(10**6) for batch in loader.epoch(epoch) if len(batch) == loader.batch_size)
-    for number in range(WARMUP + steps):
-        began = time.perf_counter()
-        step(state, next(batches), key.fold(number))
-        loader.compiler = step.compiler  # as training does
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
-        seconds.append(time.perf_counter() - began)
+    settings = replace(config.training, precision=precision)
+    work = Workload(replace(config, training=settings), data, place, fast)
+    work.advance(WARMUP)
+    seconds = median(seconds_of(work.advance, place) for _ in range(steps))
     total = len(data.train) + len(data.validation) + len(data.certification)
-    return settings.batch_size, median(seconds[WARMUP:]), -(-total // settings.batch_size)
+    return settings.batch_size, seconds, -(-total // settings.batch_size)
