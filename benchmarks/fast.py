@@ -9,7 +9,9 @@
     table               each optimisation off / on
     eval                PGD-20 on 10,000 images: TF32 search with confirmation, and all strict
     autoattack          the full AutoAttack (minutes; only when named)
-    warmup              the first step in a new process, with an empty compile cache and with a full one
+    profile             where a step's time goes, kernel by kernel
+    warmup              the first step in a new process, with an empty compile cache and with a full one (--cache keeps
+                        it, for the sections and runs after it)
     cpu                 the fast path on a CPU against the plain one, step by step in turn (only when named on a GPU)
 
 Images are random bytes through the product's own loader; `eval` and `autoattack` take CIFAR-10 where it is on disk, and
@@ -313,6 +315,41 @@ def autoattack(lab: Lab) -> dict[str, Any]:
     return attacked(lab, "autoattack", strict=False, examples=16 if lab.smoke else lab.args.examples)
 
 
+# what a kernel's name says of it, the first that fits
+KINDS = {
+    "own kernels": ("narrow_", "wide_"),
+    "compiled": ("triton_",),
+    "convolutions": ("conv", "xmma", "cutlass", "nvjet", "sm90", "cudnn", "implicit"),
+    "optimiser": ("multi_tensor", "fused"),
+    "copies": ("Memcpy", "Memset", "copy"),
+}
+
+
+def profile(lab: Lab) -> dict[str, Any]:
+    """Milliseconds of a step by kind of kernel, and the longest kernels."""
+    work, count = lab.workload(lab.recipe()), 3
+    work.advance(5)
+    wait(lab.device)
+    activity = torch.profiler.ProfilerActivity.CUDA if lab.cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as seen:
+        work.advance(count)
+        wait(lab.device)
+    time_of = "self_device_time_total" if lab.cuda else "self_cpu_time_total"
+    rows = [(e.key, getattr(e, time_of) / count / 1e3, e.count / count) for e in seen.key_averages()]
+    rows.sort(key=lambda row: -row[1])
+    kinds = dict.fromkeys((*KINDS, "other"), 0.0)
+    for name, milliseconds, _ in rows:
+        kind = next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")
+        kinds[kind] += milliseconds
+    return {
+        "batch_size": work.training.batch_size,
+        "milliseconds": sum(row[1] for row in rows),
+        "kernels": sum(row[2] for row in rows),
+        "by_kind": kinds,
+        "longest": [{"name": n[:120], "milliseconds": m, "times": t} for n, m, t in rows[:60]],
+    }
+
+
 def first_step(lab: Lab) -> dict[str, Any]:
     """The product's first step in this process; for `warmup`."""
     started = time.perf_counter()
@@ -325,10 +362,14 @@ def first_step(lab: Lab) -> dict[str, Any]:
 def warmup(lab: Lab) -> dict[str, Any]:
     """The first step in a new process: cold, then with the compile cache that the first one left."""
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = lab.args.cache or stack.enter_context(tempfile.TemporaryDirectory())
+        if Path(folder).is_dir() and any(Path(folder).iterdir()):
+            raise ValueError(f"--cache: expected an empty folder, so that the first process starts cold, got {folder}")
         cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         for name in ("cold", "cached"):
             out = Path(folder) / f"{name}.json"
+            out.parent.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, __file__, "--only", "first", "--device", str(lab.device), "--out", str(out)]
             command += ["--smoke"] if lab.smoke else []
             started = time.perf_counter()
@@ -372,6 +413,7 @@ SECTIONS: dict[str, Callable[[Lab], Any]] = {
     "linear": linear,
     "resnet50": training(model="resnet50"),
     "wrn": training(model="wrn-28-10"),
+    "profile": profile,
     "warmup": warmup,
     "table": table,
     "cpu": cpu,
@@ -414,6 +456,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="steps to time in each section")
     parser.add_argument("--weights", help="a .safetensors of a robust ResNet-18 on CIFAR-10, for eval and autoattack")
     parser.add_argument("--examples", type=int, help="images of autoattack (default: all)")
+    parser.add_argument("--cache", help="for warmup: an empty folder to keep the compile cache in")
     parser.add_argument("--uncompiled", action="store_true", help="capture without compiling: a quick look")
     parser.add_argument("--smoke", action="store_true", help="run every line at sizes that mean nothing")
     parser.add_argument("--out", type=Path, help="the JSON to write (default: results/fast-DEVICE.json)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import pytest
 import torch
@@ -87,6 +88,18 @@ def test_one_training_step_agrees_with_the_plain_one() -> None:
     assert float(quick.totals["loss"]) == pytest.approx(float(plain.totals["loss"]), rel=1e-3)
     for mine, theirs in zip(quick.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.allclose(mine, theirs, atol=2e-3 * max(1.0, float(theirs.detach().abs().max())))
+
+
+@pytest.mark.parametrize(("fast", "steps"), [("auto", 10), ("on", None)])
+def test_asked_for_the_fast_path_is_compiled_however_short_the_run(
+    fast: Literal["auto", "on"], steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # which it sets
+    objective = algorithms.pgd(Linf(epsilon=8 / 255), steps=1)
+    step, line = make_step(network(), objective, torch.float32, torch.device("cuda"), fast, 10)
+    assert isinstance(step, CapturedStep)
+    assert step.steps == steps  # None: not decided by the length
+    assert "capturing" in line
 
 
 def test_the_replica_follows_the_weights() -> None:

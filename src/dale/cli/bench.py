@@ -13,7 +13,9 @@ HELP = "measure a recipe: throughput, share of the machine's matmul ceiling, mem
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options: those of `dale train` that make up a run, and how to measure."""
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
-    parser.add_argument("--fast", choices=("auto", "on", "off"), default="auto", help="the fast path")
+    parser.add_argument(
+        "--fast", choices=("auto", "on", "off"), default="auto", help="the fast path (on: also compile for a short run)"
+    )
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument("--timed-steps", metavar="N", type=int, default=30, help="training steps to time")
     measuring.add_argument(

@@ -21,7 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="RUN", help="the run folder to make (default: a new one under runs/)")
     parser.add_argument("--resume", metavar="RUN", help="continue an interrupted run")
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
-    parser.add_argument("--fast", choices=("auto", "on", "off"), default="auto", help="the fast path")
+    parser.add_argument(
+        "--fast", choices=("auto", "on", "off"), default="auto", help="the fast path (on: also compile for a short run)"
+    )
     parser.add_argument(
         "--log", metavar="NAME", nargs="+", default=["tensorboard"], help="live views: tensorboard, wandb, mlflow"
     )

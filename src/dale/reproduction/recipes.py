@@ -14,6 +14,7 @@ from dale.errors import unknown
 
 if TYPE_CHECKING:
     from dale.training.config import RunConfig
+    from dale.training.fast import Fast
 
 BUDGETS = ("full", "short", "smoke", "best", "regularised", "robust")
 DATASETS = ("mnist", "cifar10")
@@ -97,6 +98,12 @@ class Spec:
             ),
             training=training,
         )
+
+    @property
+    def fast(self) -> Fast:
+        """Which path training takes."""
+        found: Fast = _budget(self).get("fast", "auto")
+        return found
 
     def stages(self) -> tuple[Stage, ...]:
         """The stages of its evaluation."""

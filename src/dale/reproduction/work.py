@@ -86,6 +86,7 @@ def trained(spec: Spec, folder: Path, data: Dataset, device: str | None, progres
         out=folder,
         config=config,
         device=device,
+        fast=spec.fast,
         resume=(folder / "config.yaml").is_file(),
         progress=progress,
         loggers=(),

@@ -209,7 +209,7 @@ def make_step(
                 return FilteredStep(objective, dtype, device, replica), ""
             torch.backends.cudnn.benchmark = True
             line = "fast path: capturing the step; where the run is long enough it is compiled first, in up to a minute"
-            return CapturedStep(objective, dtype, device, replica, steps=steps), line
+            return CapturedStep(objective, dtype, device, replica, steps=None if fast == "on" else steps), line
         reason = replica
     return plain, f"fast path off: {reason}" if fast == "on" or device.type == "cuda" else ""
 

@@ -56,7 +56,8 @@ def fit(
     data set's default recipe. `out` is the run folder; without it a new one is made under runs/. `config` overrides
     what is recorded as the run's configuration. With `resume` the run in `out` continues from its newest readable
     checkpoint, and ends as if it had never stopped. `fast`: take the fast path where the model and the row allow it
-    (`auto`; `on` says why not), or never (`off`). `loggers`: live views, of tensorboard, wandb and mlflow.
+    (`auto`; `on` says why not, and compiles for a short run too), or never (`off`). `loggers`: live views, of
+    tensorboard, wandb and mlflow.
     """
     if fast not in get_args(Fast):
         raise unknown("fast", fast, get_args(Fast))
