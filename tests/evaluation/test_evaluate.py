@@ -74,6 +74,21 @@ def test_train_mode_gives_the_same_numbers_and_is_left_as_it_was(victim: Victim)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
 
 
+def test_the_library_tries_no_algorithms_out_and_is_left_as_it_was(
+    victim: Victim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every size that a shrinking batch takes would be tried out anew."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    model, split = victim
+    seen: list[bool] = []
+    watched = model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cudnn.benchmark))
+    quiet(model, split.first(8), BALL, ["fgsm"])
+    watched.remove()
+    assert seen
+    assert not any(seen)
+    assert torch.backends.cudnn.benchmark
+
+
 def test_half_precision_models_are_judged_in_float32(victim: Victim) -> None:
     model, split = victim
     half = copy.deepcopy(model).bfloat16()

@@ -25,7 +25,7 @@ from dale.errors import require, require_non_negative
 from dale.evaluation.alarms import blind_text, raise_alarms
 from dale.evaluation.curve import accuracy_curve, check_radii
 from dale.evaluation.display import Display
-from dale.evaluation.judge import Expected, Judge, check_finite, float32_model
+from dale.evaluation.judge import Expected, Judge, check_finite, float32_model, planned_kernels
 from dale.evaluation.replica import search_replica
 from dale.evaluation.results import Accuracy, AttackResult, Evaluation, Loss
 from dale.evaluation.resume import Ledger, Progress, fingerprint
@@ -86,8 +86,8 @@ def evaluate(
 
     with ExitStack() as stack:
         judged = float32_model(model, place)
-        stack.enter_context(evaluating(judged))
-        stack.enter_context(frozen(judged))
+        for context in (evaluating(judged), frozen(judged), planned_kernels()):
+            stack.enter_context(context)
         size = min(batch_size or default_batch_size(judged, split.convert(split.images[:16])), len(split))
         session, notes = _session(judged, split, size, seed, strict)
         plain = {"set": to_plain(perturbations), "seed": seed, "batch": size, "precision": session.precision}

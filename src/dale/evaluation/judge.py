@@ -36,6 +36,17 @@ def matmul_precision(device: torch.device, precision: str) -> Iterator[None]:
 
 
 @contextmanager
+def planned_kernels() -> Iterator[None]:
+    """Run a block in which cuDNN chooses by its own rules: trying algorithms out costs more where batches shrink."""
+    before = torch.backends.cudnn.benchmark
+    try:
+        torch.backends.cudnn.benchmark = False
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+@contextmanager
 def quiet_randomness(device: torch.device, seed: int) -> Iterator[None]:
     """Run a block whose global random numbers come from `seed`, and put the generators back afterwards."""
     cuda = [device] if device.type == "cuda" else []

@@ -10,6 +10,7 @@ device in between. Tests hold it to the plain path.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ from dale.winograd import MinimalFiltering
 
 Fast = Literal["auto", "on", "off"]
 WARMUP = 3  # steps before capture: they compile, choose kernels and allocate
+# processes that compile kernels beside the one that writes them, which has most to do; more only stand in its way
+COMPILERS = 6
 COMPILING_PAYS = 120.0  # seconds a run would take eagerly; compiling takes up to 45 of them, and 3 once cached
 
 
@@ -125,6 +128,7 @@ class CapturedStep(FastStep):
             self.compiled = self._seconds(state, static) * self.steps > COMPILING_PAYS
             _restore(state, saved)
         if self.compiled:
+            _limit_compilers()
             self.compiler = functools.cache(functools.partial(torch.compile, dynamic=False, mode=self.mode))
             self.replica.compiler = self.compiler
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -158,6 +162,14 @@ class CapturedStep(FastStep):
             for mine, fresh in zip(vars(old).values(), vars(new).values(), strict=True):
                 mine.copy_(fresh)
         state.duals = duals
+
+
+def _limit_compilers() -> None:
+    """Start at most COMPILERS processes, unless the environment says how many."""
+    import torch._inductor.config as inductor  # half as long as importing torch, for those who compile alone
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        inductor.compile_threads = min(inductor.compile_threads or COMPILERS, COMPILERS)
 
 
 def _tensors(state: TrainState) -> list[Tensor]:
