@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dale.training.config import RunConfig
     from dale.training.fast import Fast
 
-BUDGETS = ("full", "short", "smoke", "best", "regularised", "robust")
+BUDGETS = ("full", "short", "smoke", "best", "regularised", "long", "robust")
 DATASETS = ("mnist", "cifar10")
 # how an option is written in a file's name; those that are not here by their own names
 _SHORT = {"noise_scale": "noise", "dual_frequency": "dual", "dual_step_size": "eta", "step_size": "step"}
