@@ -109,7 +109,9 @@ def test_published_numbers_are_those_of_the_stored_weights(run, tmp_path) -> Non
     again = dale.evaluate(
         entry.load(), data, entry.perturbations(), ["fgsm"], examples=20, progress=False, checks=False
     )
-    assert entry.published[0]["accuracies"]["fgsm"] == again["fgsm"].accuracy.to_plain()
+    published = dict(entry.published[0]["accuracies"]["fgsm"])
+    assert published.pop("on").endswith("ieee")  # the machine, torch, and the precision of the search
+    assert published == again["fgsm"].accuracy.to_plain()
     assert entry.published[0]["nominal_loss"]["rho"] == 0.5
     assert len(said) == 3
     before = read_json(entry.path)
@@ -119,7 +121,7 @@ def test_published_numbers_are_those_of_the_stored_weights(run, tmp_path) -> Non
 
 @pytest.mark.verify
 def test_the_stored_models_score_here_what_was_published(real_data) -> None:
-    """On the first 1,000 test images, within 0.3 points: clean, and under the attack that a CPU has time for."""
+    """On the first 1,000 test images, within 0.3 points: clean, and under the attacks that a CPU has time for."""
     stored = entries(ROOT / "zoo")
     if not stored:
         pytest.skip("no model is stored yet")
@@ -127,9 +129,11 @@ def test_the_stored_models_score_here_what_was_published(real_data) -> None:
         data = dale.load_dataset(entry.dataset, data_dir=real_data)
         published = next(part["accuracies"] for part in entry.published if part["n"] == 1000)
         model = entry.load()
+        attacks = ["fgsm", "pgd20"] if sum(p.numel() for p in model.parameters()) < 5e6 else ["fgsm"]
         found = dale.evaluate(
-            model, data, entry.perturbations(), ["fgsm"], examples=1000, batch_size=100, progress=False, checks=False
+            model, data, entry.perturbations(), attacks, examples=1000, batch_size=100, progress=False, checks=False
         )
         assert found.clean.value == pytest.approx(published["clean"]["accuracy"], abs=0.003)
-        assert found["fgsm"].accuracy.value == pytest.approx(published["fgsm"]["accuracy"], abs=0.003)
+        for name in attacks:
+            assert found[name].accuracy.value == pytest.approx(published[name]["accuracy"], abs=0.003), name
         assert all(path.stat().st_size <= 16.1 * 2**20 for path in entry.weights)

@@ -36,14 +36,22 @@ def test_both_figures(put, tmp_path) -> None:
         assert svg.read_bytes() == first
 
 
-def test_the_second_figure_is_of_the_longest_run(put, tmp_path) -> None:
+def test_the_second_figure_is_of_the_longest_run_with_the_papers_loss(put, tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    put(CIFAR, (10, {"clean": 0.9}), series=SERIES)
-    best = rows_of("best", "cifar10")[0].spec("cifar10", "resnet18", "short", 0)
+    best = {row.budget: row.spec("cifar10", "resnet18", "short", 0) for row in rows_of("best", "cifar10")}
     longer = SERIES | {name: [*SERIES[name], SERIES[name][-1]] for name in ("epoch", "nominal_loss", "robust_loss")}
-    put(best, (10, {"clean": 0.9}), series=longer | {"multiplier": [1, 1, 1, 1], "limit": 0.123})
-    svg, _ = draw("figure2", "cifar10", "resnet18", "short", tmp_path / "results")
-    assert "ρ = 0.123" in svg.read_text()  # noqa: RUF001
+    put(best["best"], (10, {"clean": 0.9}), series=longer | {"multiplier": [1, 1, 1, 1], "limit": 0.456})
+
+    def drawn() -> str:
+        return draw("figure2", "cifar10", "resnet18", "short", tmp_path / "results")[0].read_text()
+
+    assert "ρ = 0.456" in drawn()  # noqa: RUF001
+    assert "robust (cross-entropy)" in drawn()
+    put(CIFAR, (10, {"clean": 0.9}), series=SERIES)
+    assert "ρ = 0.8" in drawn()  # noqa: RUF001
+    assert "robust (KL)" in drawn()
+    put(best["long"], (10, {"clean": 0.9}), series=longer | {"multiplier": [1, 1, 1, 1], "limit": 0.123})
+    assert "ρ = 0.123" in drawn()  # noqa: RUF001
 
 
 def test_without_numbers_there_is_no_figure(put, tmp_path) -> None:
