@@ -30,7 +30,7 @@ Fast = Literal["auto", "on", "off"]
 WARMUP = 3  # steps before capture: they compile, choose kernels and allocate
 # processes that compile kernels beside the one that writes them, which has most to do; more only stand in its way
 COMPILERS = 6
-COMPILING_PAYS = 120.0  # seconds a run would take eagerly; compiling takes up to 45 of them, and 3 once cached
+COMPILING_PAYS = 120.0  # seconds a run would take eagerly; compiling takes up to 80 of them, and 10 once cached
 
 
 class FastStep(PlainStep):
@@ -220,7 +220,7 @@ def make_step(
             if device.type != "cuda":
                 return FilteredStep(objective, dtype, device, replica), ""
             torch.backends.cudnn.benchmark = True
-            line = "fast path: capturing the step; where the run is long enough it is compiled first, in up to a minute"
+            line = "fast path: capturing the step; where the run is long enough it is compiled first, in a minute or so"
             return CapturedStep(objective, dtype, device, replica, steps=None if fast == "on" else steps), line
         reason = replica
     return plain, f"fast path off: {reason}" if fast == "on" or device.type == "cuda" else ""
