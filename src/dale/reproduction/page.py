@@ -21,7 +21,7 @@ from dale.errors import UsageError, unknown
 from dale.files import read_text, write_text
 from dale.reproduction.catalogue import TABLES, rows_of
 from dale.reproduction.claims import claims_table, trends
-from dale.reproduction.recipes import default_model, paper_attack
+from dale.reproduction.recipes import DATASETS, default_model, paper_attack
 from dale.reproduction.results import find_results, read_result, summarise
 from dale.reproduction.tables import MISSING, make_table, percent
 from dale.zoo import entries
@@ -113,11 +113,16 @@ def _zoo(root: Path) -> str:
     stored = entries(root.parent / "zoo")
     if not stored:
         return "No model is stored yet."
-    lines = ["| model | images | clean | PGD-20 | AutoAttack |", "|---|---:|---:|---:|---:|"]
+    lines = [
+        "| model | images | clean | FGSM | the paper's PGD | PGD-20, best iterate | AutoAttack |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for entry in stored:
+        paper = paper_attack(entry.dataset, "pgd") if entry.dataset in DATASETS else "pgd20-last"
+        names = ("clean", "fgsm", paper, "pgd20", "autoattack")
         for part in entry.published:
             found = part["accuracies"]
-            cells = [found.get(name) for name in ("clean", "pgd20", "autoattack")]
+            cells = [found.get(name) for name in names]
             shown = [MISSING if cell is None else f"{100 * cell['accuracy']:.2f}" for cell in cells]
             lines.append(f"| `zoo:{entry.name}` | {part['n']:,} | {' | '.join(shown)} |")
     return "\n".join(lines)
