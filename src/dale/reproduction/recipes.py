@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dale.components import parse_yaml
 from dale.errors import unknown
 
 if TYPE_CHECKING:
     from dale.training.config import RunConfig
-    from dale.training.fast import Fast
 
 BUDGETS = ("full", "short", "smoke", "best", "regularised", "long", "robust")
 DATASETS = ("mnist", "cifar10")
@@ -100,9 +99,9 @@ class Spec:
         )
 
     @property
-    def fast(self) -> Fast:
+    def fast(self) -> Literal["auto", "on", "off"]:
         """Which path training takes."""
-        found: Fast = _budget(self).get("fast", "auto")
+        found: Literal["auto", "on", "off"] = _budget(self).get("fast", "auto")
         return found
 
     def stages(self) -> tuple[Stage, ...]:
