@@ -11,7 +11,7 @@ import torch
 import dale
 from dale.errors import CheckpointError, UsageError
 from dale.files import read_json, write_json
-from dale.reproduction.store import publish
+from dale.reproduction.store import Part, publish
 from dale.zoo import entries, find, store, write_shards
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,7 +99,7 @@ def test_a_damaged_entry_is_refused(run, tmp_path, change, line) -> None:
 
 def test_published_numbers_are_those_of_the_stored_weights(run, tmp_path) -> None:
     said: list[str] = []
-    parts = ((10, ("fgsm",)), (20, ("fgsm",)), (10, ("pgd2",)))
+    parts = (Part(10, ("fgsm",), strict=True), Part(20, ("fgsm",)), Part(10, ("pgd2",)))
     entry = publish(run.path, "m", tmp_path, device="cpu", parts=parts, say=said.append)
     assert [(part["n"], set(part["accuracies"])) for part in entry.published] == [
         (20, {"clean", "fgsm"}),

@@ -41,6 +41,12 @@ def test_every_evaluation_has_the_papers_attacks_and_a_strong_one(dataset: str) 
     assert set(recipes()[dataset]["budgets"]) <= set(BUDGETS)
 
 
+def test_rows_that_share_a_compile_cache_are_compiled_and_tests_are_not() -> None:
+    assert Spec("cifar10", "resnet18", "pgd", budget="short").fast == "on"
+    assert Spec("cifar10", "resnet18", "pgd", budget="smoke").fast == "auto"
+    assert Spec("mnist", "convnet", "pgd", budget="short").fast == "auto"
+
+
 def test_full_is_the_papers_setting() -> None:
     mnist = Spec("mnist", "convnet", "dale", {"rho": 1.0}, "full").config()
     assert (mnist.training.epochs, mnist.training.batch_size) == (50, 128)

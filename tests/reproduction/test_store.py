@@ -6,12 +6,12 @@ import pytest
 
 from dale.attacks import parse
 from dale.reproduction.recipes import paper_attack
-from dale.reproduction.store import FIRST, parts_of
+from dale.reproduction.store import FIRST, Part, parts_of
 
 
 @pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
 def test_the_papers_attack_is_published_beside_ours(dataset: str) -> None:
-    quick = {examples: attacks for examples, attacks in parts_of(dataset) if attacks != ("autoattack",)}
+    quick = {part.examples: part.attacks for part in parts_of(dataset) if part.attacks != ("autoattack",)}
     assert set(quick) == {FIRST, None}
     for attacks in quick.values():
         assert {paper_attack(dataset, "fgsm"), paper_attack(dataset, "pgd"), "pgd20"} <= set(attacks)
@@ -20,5 +20,10 @@ def test_the_papers_attack_is_published_beside_ours(dataset: str) -> None:
 
 
 def test_autoattack_comes_last_and_on_all_images() -> None:
-    assert parts_of("cifar10")[-1] == (None, ("autoattack",))
-    assert parts_of("digits")[-1] == (None, ("autoattack",))  # a data set that is not the paper's
+    assert parts_of("cifar10")[-1] == Part(None, ("autoattack",))
+    assert parts_of("digits")[-1] == Part(None, ("autoattack",))  # a data set that is not the paper's
+
+
+def test_what_a_cpu_can_repeat_is_searched_as_a_cpu_does() -> None:
+    strict = {(part.examples, part.attacks == ("autoattack",)): part.strict for part in parts_of("cifar10")}
+    assert strict == {(FIRST, False): True, (None, False): False, (FIRST, True): False, (None, True): False}

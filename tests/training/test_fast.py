@@ -21,7 +21,7 @@ from dale.random import Key
 from dale.samplers import Chain, Langevin, pgd
 from dale.training import SGD, Averaging, TrainState
 from dale.training.averaging import AveragedModel
-from dale.training.fast import CapturedStep, FastStep, _restore, _snapshot, make_step
+from dale.training.fast import COMPILERS, CapturedStep, FastStep, _limit_compilers, _restore, _snapshot, make_step
 from dale.training.steps import PlainStep
 
 CPU = torch.device("cpu")
@@ -100,6 +100,21 @@ def test_asked_for_the_fast_path_is_compiled_however_short_the_run(
     assert isinstance(step, CapturedStep)
     assert step.steps == steps  # None: not decided by the length
     assert "capturing" in line
+
+
+def test_compilers_are_few_unless_the_environment_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor, "compile_threads", 32)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "32")
+    _limit_compilers()
+    assert inductor.compile_threads == 32
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    _limit_compilers()
+    assert inductor.compile_threads == COMPILERS
+    inductor.compile_threads = 2
+    _limit_compilers()
+    assert inductor.compile_threads == 2
 
 
 def test_the_replica_follows_the_weights() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dale.data import load_dataset
 from dale.environment import environment
@@ -17,18 +17,25 @@ from dale.zoo import Entry, find, store
 
 FIRST = 1000  # test images that anyone can repeat on a CPU
 QUICK = ("fgsm", "pgd20-last", "pgd20", "pgd20-margin")
-Parts = tuple[tuple[int | None, tuple[str, ...]], ...]
 
 
-def parts_of(dataset: str) -> Parts:
-    """What is published for a data set, (first so many test images, attacks): the long one last.
+class Part(NamedTuple):
+    """Attacks on the first so many test images (None: all); `strict`: searched in float32 on any device."""
 
-    The quick ones have the paper's own PGD among them, which a table compares. On the first images they search in
-    strict float32 on any device, as whoever repeats them on a CPU does.
+    examples: int | None
+    attacks: tuple[str, ...]
+    strict: bool = False
+
+
+def parts_of(dataset: str) -> tuple[Part, ...]:
+    """What is published for a data set, the long one last.
+
+    The quick ones have the paper's own PGD among them, which a table compares; those on the first images are strict,
+    as for whoever repeats them on a CPU.
     """
     paper = (paper_attack(dataset, "pgd"),) if dataset in DATASETS else ()
     quick, full = tuple(dict.fromkeys((*QUICK, *paper))), ("autoattack",)
-    return (FIRST, quick), (None, quick), (FIRST, full), (None, full)
+    return Part(FIRST, quick, strict=True), Part(None, quick), Part(FIRST, full), Part(None, full)
 
 
 def publish(
@@ -38,7 +45,7 @@ def publish(
     *,
     device: str | None = None,
     data_dir: str | None = None,
-    parts: Parts | None = None,
+    parts: Sequence[Part] | None = None,
     say: Callable[[str], None] = print,
 ) -> Entry:
     """Store the weights of a run as `name`, then evaluate what was stored, part by part; an interrupted one continues.
@@ -53,7 +60,7 @@ def publish(
         store(loaded, name, zoo)
     entry = find(name, zoo)
     model, data = entry.load(place), load_dataset(entry.dataset, data_dir=data_dir)
-    for examples, attacks in parts or parts_of(entry.dataset):
+    for examples, attacks, strict in parts or parts_of(entry.dataset):
         count = min(examples or len(data.test), len(data.test))
         folder = run / "zoo" / f"{count}-{attacks[0]}"
         found = read_json(folder / "evaluation.json") if (folder / "evaluation.json").is_file() else None
@@ -67,7 +74,7 @@ def publish(
                 rho=entry.rho,
                 out=folder,
                 checks=False,
-                strict=examples == FIRST and "autoattack" not in attacks,
+                strict=strict,
             ).to_plain()
         _add(entry.path, found)
         say(f"{name}, {count} images: " + ", ".join(f"{k} {v:.2%}" for k, v in _accuracies(found).items()))
