@@ -124,7 +124,10 @@ class Objective(Component):
 
     def lagrangian(self, model: Classifier, batch: Batch, delta: Tensor | None, duals: Duals) -> Step:
         """Evaluate L on a batch whose perturbations are given."""
-        clean, perturbed = self._forward(model, batch, delta)
+        return self.evaluate(*self.predict(model, batch, delta), batch, duals)
+
+    def evaluate(self, clean: Tensor | None, perturbed: Tensor | None, batch: Batch, duals: Duals) -> Step:
+        """Evaluate L on the logits that `predict` returned."""
         nan = torch.full((), torch.nan, device=batch.images.device)
         loss = torch.zeros((), device=batch.images.device)
         robust, nominal, clean_correct, robust_correct = nan, nan, nan, nan
@@ -170,8 +173,11 @@ class Objective(Component):
         """Move the multipliers that move once an epoch."""
         return tuple(duality.ascend_epoch(c, dual) for c, dual in zip(self.constraints, duals, strict=True))
 
-    def _forward(self, model: Classifier, batch: Batch, delta: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Logits on clean images, (B, classes), and on perturbed ones, (K, B, classes), as far as they are needed."""
+    def predict(self, model: Classifier, batch: Batch, delta: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return logits on clean images, (B, classes), and on perturbed ones, (K, B, classes), as far as L needs them.
+
+        The passes through the network, and nothing of the row's weights and limits: compiled once, they serve them all.
+        """
         if delta is None or self.perturbations is None:
             return model(batch.images), None
         perturbed = torch.cat([self.perturbations.apply(batch.images, draw) for draw in delta])

@@ -151,8 +151,10 @@ def test_compiled_functions_and_a_key_on_the_device_change_nothing(sampler: Chai
     assert torch.equal(plain, compiled)
 
 
+# dynamo looks at the logits' .grad behind a handler of its own, which a warning made an error does not reach
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_step_whose_parts_are_compiled_changes_nothing() -> None:
-    """Lagrangian, dual ascent and sums, each traced whole; with the key on the device, nothing is compiled twice."""
+    """Passes, Lagrangian, ascent and sums, each traced whole; with the key on the device, nothing is compiled twice."""
     objective = algorithms.dale(Linf(epsilon=8 / 255), rho=0.5, steps=2).for_run(10, 1)
     calls = 0
 
@@ -185,6 +187,39 @@ def test_a_step_whose_parts_are_compiled_changes_nothing() -> None:
     for name, tensor in plain.items():
         assert torch.equal(tensor, quick[name]), name
     assert calls == first > 0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_rows_and_limits_share_the_compiled_passes() -> None:
+    """The large graph, of the network, is the same for all of them: a compile cache serves every row of a table."""
+    ball, passes, losses = Linf(epsilon=8 / 255), [], []
+
+    def backend(kept: list[str], graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        kept.append(graph.print_readable(print_output=False))
+        return graph
+
+    for objective in (
+        algorithms.dale(ball, rho=0.5, steps=1),
+        algorithms.dale(ball, rho=0.8, steps=1),
+        algorithms.dale_fixed(ball, nu=0.3, steps=1),
+        algorithms.trades(ball, steps=1),
+    ):
+        torch.compiler.reset()
+        kept: dict[object, list[str]] = {}
+
+        def compiler(function, kept=kept):  # type: ignore[no-untyped-def]
+            own = functools.partial(backend, kept.setdefault(function, []))
+            return torch.compile(function, backend=own, fullgraph=True)
+
+        model = network("convnet")
+        step = FastStep(objective.for_run(10, 1), torch.float32, CPU, replicate(model))  # type: ignore[arg-type]
+        step.compiler = functools.cache(compiler)
+        step(state_of(model, objective), batch(), random.key(0))
+        passes.append(kept[Objective.predict])
+        losses.append(kept[Objective.evaluate])
+    assert len(passes[0]) == 1
+    assert all(found == passes[0] for found in passes)
+    assert losses[0] != losses[1]
 
 
 def test_bfloat16_finds_perturbations_as_strong() -> None:

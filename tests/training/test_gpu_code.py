@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 CHAIN = {"_split", "begin", "each", "potential", "advance"}
-STEP = {"lagrangian", "_conclude", "_share", "_move"}
+STEP = {"predict", "evaluate", "_conclude", "_share", "_move"}
 
 
 def compiled(*arguments: str) -> Counter[str]:

@@ -41,7 +41,8 @@ class PlainStep:
 
     def lagrangian(self, state: TrainState, batch: Batch, delta: Tensor | None) -> Step:
         """Evaluate the Lagrangian on a batch, or a part of one."""
-        step: Step = self.compiler(Objective.lagrangian)(self.objective, state.model, batch, delta, state.duals)
+        logits = self.compiler(Objective.predict)(self.objective, state.model, batch, delta)
+        step: Step = self.compiler(Objective.evaluate)(self.objective, *logits, batch, state.duals)
         return step
 
     def descend(self, state: TrainState, batch: Batch, delta: Tensor | None, weight: float, last: bool) -> Step:
