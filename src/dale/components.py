@@ -177,6 +177,8 @@ def _from_union(plain: Any, choices: tuple[Any, ...], where: str, trust: bool) -
             return from_plain(plain, choice, where=where, trust=trust)
         except UsageError as error:
             errors.append(error)
+    if not isinstance(plain, (list, tuple)):  # who gave one value is not told that a list would do as well
+        errors = [error for error in errors if "expected a list" not in str(error)] or errors
     # a mapping was meant for a component: its own error says more than that of the scalar alternatives
     raise max(errors, key=lambda error: len(str(error)))
 

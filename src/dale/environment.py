@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -52,6 +54,28 @@ def find_device(name: str | torch.device | None = None) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UsageError(f"no device {str(name)!r} here ({reason}); `cpu` works everywhere") from error
     return device
+
+
+_BFLOAT16 = """
+import torch
+x = torch.randn(4, 32, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+torch.nn.functional.conv2d(x, torch.randn(32, 32, 3, 3, dtype=torch.bfloat16), padding=1).sum().backward()
+torch.randn(64, 64, dtype=torch.bfloat16) @ torch.randn(64, 64, dtype=torch.bfloat16)
+"""
+
+
+@functools.cache
+def require_bfloat16() -> None:
+    """Refuse where the processor kills a process that computes in bfloat16, which one in a virtual machine may do.
+
+    It announces instructions that it refuses to run. A process of its own finds out.
+    """
+    done = subprocess.run([sys.executable, "-c", _BFLOAT16], capture_output=True, check=False)
+    if done.returncode < 0:
+        raise UsageError(
+            "this processor announces instructions for bfloat16 and refuses them; set ONEDNN_MAX_CPU_ISA=AVX512_CORE "
+            "in the environment, or train in float32"
+        )
 
 
 @contextlib.contextmanager

@@ -61,6 +61,18 @@ def test_prints_the_table_and_writes_the_file(run: Path, dale: Dale) -> None:
     assert f"{100 * e.worst.value:.2f}%" in done.out
 
 
+def test_a_quick_look_leaves_the_evaluation_of_more_images_alone(run: Path, dale: Dale) -> None:
+    words = ("--attacks", "fgsm", "--no-checks", "--quiet", "--device", "cpu")
+    assert dale("evaluate", run, *words, "--examples", "40").code == 0
+    whole = (run / "evaluation.json").read_bytes()
+    done = dale("evaluate", run, *words, "--examples", "5")
+    assert f"written to {run / 'evaluation-5.json'}" in done.out
+    assert (run / "evaluation.json").read_bytes() == whole
+    assert Evaluation.load(run / "evaluation-5.json").n == 5
+    assert dale("evaluate", run, *words, "--examples", "41").code == 0
+    assert Evaluation.load(run / "evaluation.json").n == 41
+
+
 def test_weights_in_a_file(run: Path, dale: Dale) -> None:
     words = ("--attacks", "pgd5", "--epsilon", "0.1", "--examples", "60", "--no-checks", "--quiet")
     done = dale(

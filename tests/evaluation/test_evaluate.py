@@ -98,6 +98,12 @@ def test_half_precision_models_are_judged_in_float32(victim: Victim) -> None:
     assert half.fc.weight.dtype == torch.bfloat16
 
 
+def test_images_of_another_shape_are_refused_in_one_line(victim: Victim) -> None:
+    other = nn.Sequential(nn.Flatten(), nn.Linear(7, 10))
+    with pytest.raises(UsageError, match=r"does not take images of 1x8x8, which these data have: mat1 and mat2"):
+        quiet(other, victim[1], BALL, ["fgsm"])
+
+
 def test_seeds_are_honoured(victim: Victim) -> None:
     model, split = victim
     state = torch.get_rng_state()

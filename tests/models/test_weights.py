@@ -41,6 +41,21 @@ def test_weights_come_back_to_the_bit_with_their_metadata(tmp_path):
     assert os.listdir(tmp_path) == ["w.safetensors"]
 
 
+def test_the_same_weights_and_metadata_are_the_same_bytes(tmp_path):
+    """Whatever order the library writes its metadata in, which changes from call to call."""
+    metadata = {name: name.upper() for name in ("one", "two", "three", "four", "five", "säx")}
+    found = set()
+    for metadata_order in (list(metadata), list(reversed(metadata))):
+        for _ in range(4):
+            save_weights(
+                small(), tmp_path / "w.safetensors", metadata={name: metadata[name] for name in metadata_order}
+            )
+            found.add((tmp_path / "w.safetensors").read_bytes())
+    assert len(found) == 1
+    assert load_weights(small(), tmp_path / "w.safetensors") == {"format": "pt", **metadata}
+    assert int.from_bytes(found.pop()[:8], "little") % 8 == 0
+
+
 def test_the_normalisation_travels_with_the_weights(tmp_path):
     source = ConvNet(channels=1, size=(8, 8))
     source.normalise.mean.fill_(0.25)

@@ -19,10 +19,12 @@ import torch
 from torch import nn
 
 import dale
+from dale import environment
 from dale.data import Loader, RandomCrop
 from dale.errors import UsageError
 from dale.files import read_tensors
 from dale.training import SGD, Averaging, Constant, Piecewise, RunFolder, Validation
+from dale.training.fit import _homeless
 from dale.training.steps import PlainStep
 
 QUICK: dict[str, Any] = {
@@ -177,6 +179,26 @@ def test_selection_over_a_run_is_that_of_its_own_records(data: dale.Dataset, tmp
 def test_groups_of_an_objective_reach_the_fit(data: dale.Dataset, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no group labels"):
         dale.fit(_linear(), _row(by="group"), data, out=tmp_path / "run", **QUICK)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_only_the_program_knows_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Net(nn.Sequential):
+        pass
+
+    assert _homeless(Net()) == []
+    monkeypatch.setattr(Net, "__module__", "__main__")
+    (line,) = _homeless(Net())
+    assert line.startswith("Net is defined in the program itself")
+
+
+def test_bfloat16_that_the_processor_kills_is_refused_before_anything_is_written(
+    data: dale.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dale.environment._BFLOAT16", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    environment.require_bfloat16.cache_clear()
+    with pytest.raises(UsageError, match=r"ONEDNN_MAX_CPU_ISA=AVX512_CORE in the environment, or train in float32"):
+        dale.fit(_linear(), _row(), data, out=tmp_path / "run", device="cpu", precision="bfloat16", **QUICK)
     assert not (tmp_path / "run").exists()
 
 

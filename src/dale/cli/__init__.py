@@ -47,13 +47,21 @@ def _parser(only: str | None) -> argparse.ArgumentParser:
             name,
             help=module.HELP,
             description=module.HELP,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=_Help,
             allow_abbrev=False,
         )
         if only == name:
             module.configure(sub)
         sub.set_defaults(_command=module.run)  # underscored: `run` is an argument of several commands
     return parser
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default where there is one and the help does not say it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        known = action.default in (None, []) or action.default is False or "default" in (action.help or "")
+        return action.help if known else super()._get_help_string(action)
 
 
 def main(argv: list[str] | None = None) -> int:

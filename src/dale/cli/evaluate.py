@@ -63,6 +63,10 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out) if args.out is not None else folder
     file = None if out is None else out if out.suffix == ".json" else out / "evaluation.json"
     before = read_json(file) if file is not None and file.is_file() else {}
+    count = len(data.test) if args.examples is None else min(args.examples, len(data.test))
+    if args.out is None and out is not None and before.get("n", 0) > count:  # a quick look does not replace it
+        file = out = out / f"evaluation-{count}.json"
+        before = {}
     evaluation = evaluate(
         model,
         data,

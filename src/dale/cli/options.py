@@ -184,7 +184,8 @@ def _with_objective(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     valid = options_of(find_row(objective.name))
     for name in options:
         if name not in valid:
-            raise unknown(f"option of algorithm {objective.name!r}", f"--{name}", [f"--{v}" for v in valid])
+            written = [f"--{option.replace('_', '-')}" for option in (name, *valid)]
+            raise unknown(f"option of algorithm {objective.name!r}", written[0], written[1:])
     merged = objective.options | options
     # a promise in one currency replaces the recipe's in the other
     for mine, other in (("rho", "min_accuracy"), ("min_accuracy", "rho"), ("temperature", "noise_scale")):

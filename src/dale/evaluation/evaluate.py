@@ -21,7 +21,7 @@ from dale.attacks import Attack, parse
 from dale.components import to_plain
 from dale.data import Dataset, Split
 from dale.environment import environment
-from dale.errors import require, require_non_negative
+from dale.errors import UsageError, require, require_non_negative
 from dale.evaluation.alarms import blind_text, raise_alarms
 from dale.evaluation.curve import accuracy_curve, check_radii
 from dale.evaluation.display import Display
@@ -175,7 +175,13 @@ def _session(model: nn.Module, split: Split, size: int, seed: int, strict: bool)
     notes: list[str] = []
     judge = Judge(model, size, split.num_classes, seed)
     first = split.convert(split.images[:size])
-    logits = judge.logits(first)
+    try:
+        logits = judge.logits(first)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        shape, line = "x".join(map(str, first.shape[1:])), (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"the model does not take images of {shape}, which these data have: {line}") from error
     check_finite(logits)
     again = Judge(model, size, split.num_classes, seed + 1).logits(first)
     precision = "tf32" if split.labels.device.type == "cuda" and not strict else "ieee"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ def save_weights(
     error. Tensors that share memory are written once each, so that the file needs no knowledge of the sharing.
     """
     path = Path(path)
-    data = safetensors.torch.save(stored_tensors(model, dtype), metadata={"format": "pt", **(metadata or {})})
+    data = tensor_bytes(stored_tensors(model, dtype), {"format": "pt", **(metadata or {})})
     # hidden and next to the target: the same file system, so that the replacement is one atomic step
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -55,6 +56,17 @@ def save_weights(
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a .safetensors file, the same for the same tensors and metadata: the library shuffles the latter."""
+    data = safetensors.torch.save(dict(tensors), metadata=dict(metadata))
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    return len(text).to_bytes(8, "little") + text + data[end:]
 
 
 def stored_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

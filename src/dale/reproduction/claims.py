@@ -1,6 +1,6 @@
 """What the numbers say: the paper's claims as comparisons of results, each with a verdict that the numbers give.
 
-A difference of two accuracies counts when it exceeds two standard errors, of the test images and of the seeds together;
+A difference of two accuracies counts when it exceeds two standard errors, each of the images or the seeds (the larger);
 otherwise the numbers do not decide.
 """
 

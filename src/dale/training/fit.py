@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dale.components import import_path, to_plain
 from dale.data import Dataset, Loader
-from dale.environment import no_denormals
+from dale.environment import no_denormals, require_bfloat16
 from dale.errors import CheckpointError, UsageError, require, unknown
 from dale.files import finite, write_json
 from dale.objectives import Objective
@@ -67,6 +67,8 @@ def fit(
     objective.initial_duals(data.num_classes, data.num_groups)  # both refuse what does not fit, before a folder is made
     settings.optimiser.build(model)
     with distributed.connected(device) as place, ExitStack() as stack:
+        if place.type == "cpu" and settings.precision == "bfloat16":
+            require_bfloat16()
         folder = RunFolder(distributed.told(str(out if out is not None else free_folder(data.name, objective.name))))
         resume = distributed.told("resume" if resume else "") != ""
 
@@ -113,13 +115,21 @@ def fit(
         try:
             board.start(to_plain(config))
             with Progress(total, done, progress and distributed.is_main()) as bar:
-                for note in (*(f"warning: {note}" for note in notes or ()), line):
+                for note in (*(f"warning: {note}" for note in (*(notes or ()), *_homeless(model))), line):
                     bar.say(note)
                 Trainer(config, filled, data, state, folder, loader, step, place, bar, board).run()
             summary = _finish(model, filled, data, state, folder, config)
         finally:
             board.finish(summary)
     return Run(folder, model, config, objective, summary)
+
+
+def _homeless(model: nn.Module) -> list[str]:
+    """What to say of a model whose class only this program knows."""
+    if type(model).__module__ != "__main__":
+        return []
+    name = type(model).__name__
+    return [f"{name} is defined in the program itself: to load or resume this run elsewhere, move it to a module"]
 
 
 def _step(
