@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="another model than the paper's, such as resnet50")
     parser.add_argument("--rows", metavar="ROW", nargs="+", help="only these: labels such as 'dale rho=0.8', or names")
     parser.add_argument("--seeds", metavar="N", type=int, default=1, help="seeds 0 .. N - 1")
-    parser.add_argument("--budget", metavar="BUDGET", default="short", help="full (the paper's), short, smoke")
+    parser.add_argument("--budget", metavar="BUDGET", default="short", help="full (the paper's), short, or smoke")
     parser.add_argument("--results", metavar="DIR", default="results", help="where results lie, one file per run")
     parser.add_argument("--runs", metavar="DIR", default="runs/reproduce", help="where run folders lie")
     parser.add_argument("--workers", metavar="N", type=int, help="runs at a time (default: one per GPU, or per core)")
@@ -59,10 +59,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.table == "store":
         return _store(args)
-    if args.table_only and not root.is_dir():
-        raise UsageError(
-            f"--table-only: there is no folder {args.results!r}; run it in the checkout, or give --results"
-        )
     slots = slots_of(_specs(args), Path(args.runs), root)
     if args.only is not None:
         return _only(args, slots)
