@@ -21,7 +21,7 @@ from dale.attacks import Attack, parse
 from dale.components import to_plain
 from dale.data import Dataset, Split
 from dale.environment import environment
-from dale.errors import UsageError, require, require_non_negative
+from dale.errors import DaleError, UsageError, require, require_non_negative
 from dale.evaluation.alarms import blind_text, raise_alarms
 from dale.evaluation.curve import accuracy_curve, check_radii
 from dale.evaluation.display import Display
@@ -177,7 +177,7 @@ def _session(model: nn.Module, split: Split, size: int, seed: int, strict: bool)
     first = split.convert(split.images[:size])
     try:
         logits = judge.logits(first)
-    except torch.OutOfMemoryError:
+    except (DaleError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError) as error:
         shape, line = "x".join(map(str, first.shape[1:])), (str(error).splitlines() or [type(error).__name__])[0]
