@@ -201,7 +201,7 @@ def test_bad_requests(victim: Victim, options: dict[str, object], words: str) ->
 
 def test_bad_models(victim: Victim) -> None:
     split = victim[1].first(10)
-    with pytest.raises(UsageError, match="^the model has 2 outputs for data of 10"):
+    with pytest.raises(UsageError, match=r"^the model has 2 outputs for data of 10"):
         quiet(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), split, BALL, [])
     with pytest.raises(UsageError, match="expected logits"):
         quiet(nn.Conv2d(1, 10, 3), split, BALL, [])
