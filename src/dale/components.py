@@ -104,7 +104,9 @@ def import_path(value: object) -> str:
 
 
 def _untrusted(name: object) -> UsageError:
-    return UsageError(f"the file names code to import, {name!r}; pass --trust if you trust where it came from")
+    return UsageError(
+        f"the file names code to import, {name!r}; pass --trust (in Python, trust=True) if you trust where it came from"
+    )
 
 
 def find(base: type[T], name: str, *, trust: bool = True) -> type[T] | Callable[..., Any]:

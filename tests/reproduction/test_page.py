@@ -38,11 +38,16 @@ def test_marks_are_replaced_by_numbers(put, tmp_path) -> None:
 def test_train_mode_has_a_table_of_its_own(put, tmp_path) -> None:
     root = tmp_path / "results"
     assert render("{{ mode mnist short }}", root) == "*mnist, short: not run.*"
-    trained = {"accuracies": {"fgsm": {"accuracy": 0.96}, "pgd": {"accuracy": 0.92}}}
+    trained = {"accuracies": {"fgsm": {"accuracy": 0.96, "n": 1000}, "pgd": {"accuracy": 0.92, "n": 1000}}}
     put(Spec("mnist", "convnet", "pgd"), (1000, {"fgsm": 0.95, "pgd10@0.1-last": 0.9}), paper_mode=trained)
     put(Spec("mnist", "convnet", "erm"), (1000, {"fgsm": 0.1, "pgd10@0.1-last": 0.0}))
     lines = render("{{ mode mnist short }}", root).splitlines()
     assert lines[2:] == ["| pgd | 95.0 | 96.0 | 95.5 | 90.0 | 92.0 | 93.1 |"]
+    other = {"accuracies": {"fgsm": {"accuracy": 0.98, "n": 1000}, "pgd": {"accuracy": 0.92, "n": 1000}}}
+    again = Spec("mnist", "convnet", "pgd", seed=1)
+    put(again, (1000, {"fgsm": 0.95, "pgd10@0.1-last": 0.9}), paper_mode=other)
+    lines = render("{{ mode mnist short }}", root).splitlines()
+    assert lines[2:] == ["| pgd | 95.0 ± 0.0 | 97.0 ± 1.4 | 95.5 | 90.0 ± 0.0 | 92.0 ± 0.0 | 93.1 |"]
 
 
 def test_a_mark_that_means_nothing_is_refused(tmp_path) -> None:

@@ -22,7 +22,7 @@ from dale.files import read_text, write_text
 from dale.reproduction.catalogue import TABLES, rows_of
 from dale.reproduction.claims import claims_table, trends
 from dale.reproduction.recipes import DATASETS, default_model, paper_attack
-from dale.reproduction.results import find_results, read_result, summarise
+from dale.reproduction.results import find_results, read_result, summarise, summary_of
 from dale.reproduction.tables import MISSING, make_table, percent
 from dale.zoo import entries
 
@@ -91,11 +91,8 @@ def _mode(root: Path, dataset: str, budget: str) -> str:
             continue
         cells = [row.label]
         for place, name in ((1, "fgsm"), (2, "pgd")):
-            trained = [result.plain["paper_mode"]["accuracies"][name]["accuracy"] for result in results]
-            cells += [
-                percent(summarise(results, paper_attack(dataset, name))),
-                f"{100 * sum(trained) / len(trained):.1f}",
-            ]
+            trained = [result.plain["paper_mode"]["accuracies"][name] for result in results]
+            cells += [percent(summarise(results, paper_attack(dataset, name))), percent(summary_of(trained))]
             cells.append(str(float(row.printed[place])))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if len(lines) > 2 else f"*{dataset}, {budget}: {MISSING}.*"

@@ -73,7 +73,11 @@ class Summary:
 
 def summarise(results: Sequence[Result], attack: str) -> Summary | None:
     """An accuracy over the seeds of a row; None where no result has it."""
-    found = [one for result in results if (one := result.accuracy(attack)) is not None]
+    return summary_of([one for result in results if (one := result.accuracy(attack)) is not None])
+
+
+def summary_of(found: Sequence[Mapping[str, Any]]) -> Summary | None:
+    """The summary of accuracies as they are in results, one for each seed; None where there is none."""
     if not found:
         return None
     values = [float(one["accuracy"]) for one in found]

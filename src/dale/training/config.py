@@ -177,4 +177,6 @@ def refuse_code(plain: Any, where: str, place: tuple[str, ...] = ()) -> None:
         for number, value in enumerate(plain):
             refuse_code(value, f"{where}[{number}]", (*place, str(number)))
     elif isinstance(plain, str) and place not in PATHS and is_import_path(plain):
-        raise UsageError(f"{where} names code to import, {plain!r}; pass --trust if you trust where the file came from")
+        raise UsageError(
+            f"{where} names code to import, {plain!r}; pass --trust (in Python, trust=True) if you trust its origin"
+        )

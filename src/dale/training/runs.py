@@ -60,7 +60,7 @@ class RunFolder:
         """Make the folder of a new run; an existing one is refused."""
         if self.exists:
             raise UsageError(
-                f"{self.path} already exists; choose another --out, "
+                f"{self.path} already exists; choose another --out (in Python, out), "
                 f"or continue it with `dale train --resume {self.path}`"
             )
         # the configuration first: with it the folder is a run that can be continued, whatever happens next
