@@ -171,16 +171,15 @@ def from_plain(plain: Any, expected: Any, *, where: str = "config", trust: bool 
 def _from_union(plain: Any, choices: tuple[Any, ...], where: str, trust: bool) -> Any:
     if plain is None and type(None) in choices:
         return None
+    tried = [choice for choice in choices if choice is not type(None)]
+    if not isinstance(plain, (list, tuple)):  # who gave one value is not told that a list would do as well
+        tried = [choice for choice in tried if typing.get_origin(choice) is not tuple] or tried
     errors = []
-    for choice in choices:
-        if choice is type(None):
-            continue
+    for choice in tried:
         try:
             return from_plain(plain, choice, where=where, trust=trust)
         except UsageError as error:
             errors.append(error)
-    if not isinstance(plain, (list, tuple)):  # who gave one value is not told that a list would do as well
-        errors = [error for error in errors if "expected a list" not in str(error)] or errors
     # a mapping was meant for a component: its own error says more than that of the scalar alternatives
     raise max(errors, key=lambda error: len(str(error)))
 

@@ -129,7 +129,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[
     without Python's lock, which a training thread beside this one needs.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}  # the same content, the same bytes
     end = 0
     for name in order:
         tensor, start = tensors[name], end

@@ -126,6 +126,22 @@ class Objective(Component):
         """Evaluate L on a batch whose perturbations are given."""
         return self.evaluate(*self.predict(model, batch, delta), batch, duals)
 
+    def predict(self, model: Classifier, batch: Batch, delta: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return logits on clean images, (B, classes), and on perturbed ones, (K, B, classes), as far as L needs them.
+
+        The passes through the network, and nothing of the row's weights and limits: compiled once, they serve them all.
+        """
+        if delta is None or self.perturbations is None:
+            return model(batch.images), None
+        perturbed = torch.cat([self.perturbations.apply(batch.images, draw) for draw in delta])
+        shape = (len(delta), len(batch), -1)
+        if not self.needs_clean:
+            return None, model(perturbed).view(shape)
+        if self.batchnorm == "separate":
+            return model(batch.images), model(perturbed).view(shape)
+        logits = model(torch.cat([batch.images, perturbed]))
+        return logits[: len(batch)], logits[len(batch) :].view(shape)
+
     def evaluate(self, clean: Tensor | None, perturbed: Tensor | None, batch: Batch, duals: Duals) -> Step:
         """Evaluate L on the logits that `predict` returned."""
         nan = torch.full((), torch.nan, device=batch.images.device)
@@ -172,22 +188,6 @@ class Objective(Component):
     def ascend_epoch(self, duals: Duals) -> Duals:
         """Move the multipliers that move once an epoch."""
         return tuple(duality.ascend_epoch(c, dual) for c, dual in zip(self.constraints, duals, strict=True))
-
-    def predict(self, model: Classifier, batch: Batch, delta: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return logits on clean images, (B, classes), and on perturbed ones, (K, B, classes), as far as L needs them.
-
-        The passes through the network, and nothing of the row's weights and limits: compiled once, they serve them all.
-        """
-        if delta is None or self.perturbations is None:
-            return model(batch.images), None
-        perturbed = torch.cat([self.perturbations.apply(batch.images, draw) for draw in delta])
-        shape = (len(delta), len(batch), -1)
-        if not self.needs_clean:
-            return None, model(perturbed).view(shape)
-        if self.batchnorm == "separate":
-            return model(batch.images), model(perturbed).view(shape)
-        logits = model(torch.cat([batch.images, perturbed]))
-        return logits[: len(batch)], logits[len(batch) :].view(shape)
 
     def _robust(self, clean: Tensor | None, perturbed: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The robust loss, weighted over the draws and averaged over the batch; right predictions of the first draw."""

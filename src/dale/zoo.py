@@ -16,13 +16,12 @@ from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from dale.components import from_plain, to_plain
 from dale.environment import find_device
 from dale.errors import CheckpointError, UsageError, unknown
-from dale.files import read_json, write_bytes, write_json
+from dale.files import read_json, write_json, write_safetensors
 from dale.models import create_model
 from dale.models.weights import stored_tensors
 from dale.perturbations import PerturbationSet
@@ -185,7 +184,7 @@ def write_shards(tensors: Mapping[str, Tensor], name: str, place: Path, limit: i
         room -= size
     names = [f"{name}.safetensors"] if len(shards) == 1 else [f"{name}-{k}.safetensors" for k in range(len(shards))]
     for file, shard in zip(names, shards, strict=True):
-        write_bytes(place / file, save(shard, {"format": "pt"}))
+        write_safetensors(place / file, shard, {"format": "pt"})
     return names
 
 

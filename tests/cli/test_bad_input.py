@@ -42,6 +42,7 @@ REQUESTS: list[tuple[str, tuple[str, ...]]] = [
     ("--epsilon wide", ("--epsilon: expected a number, got 'wide'",)),
     ("--rho -1", ("limit must be a finite number of at least 0, got -1",)),
     ("--rho nan", ("--rho: expected float, got 'nan'",)),
+    ("--algorithm pgd --dual-upper 1", ("'--dual-upper'", "Valid: --robust-loss, --sampler, --step-size, --steps")),
     ("--rho .nan", ("--rho: expected a number, got nan",)),
     ("--rho much", ("--rho",)),
     ("--rho [0.1,0.2]", ("one limit for all, got 2",)),

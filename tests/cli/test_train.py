@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -370,6 +371,16 @@ def test_help_is_for_people_and_needs_no_torch(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     for word in ("train", "certify", "list", "--rho", "--min-accuracy", "--resume", "8/255"):
         assert word in ended.stdout
+
+
+def test_help_shows_defaults_that_there_are_and_each_once(dale: Dale) -> None:
+    train, reproduce = (dale(command, "--help").out for command in ("train", "reproduce"))
+    for text in (train, reproduce):
+        assert not {"(default: None)", "(default: False)", "(default: [])"} & set(
+            re.findall(r"\(default: [^)]*\)", text)
+        )
+        assert ") (default" not in text
+    assert "(default: results)" in reproduce
 
 
 def test_list(dale: Dale) -> None:

@@ -208,6 +208,14 @@ def test_the_file_is_as_readable_as_any_other(tmp_path, file):
     assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
 
 
+def test_numbers_that_no_file_holds_are_refused(tmp_path):
+    model = small()
+    model.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(UsageError, match=r"'phase' is of torch\.complex64, which no weights file holds"):
+        save_weights(model, tmp_path / "w.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
 def test_only_tensors_are_stored(tmp_path):
     class Odd(nn.Linear):
         def get_extra_state(self) -> object:

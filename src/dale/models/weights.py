@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from dale.errors import CheckpointError, DaleError, UsageError
+from dale.files import write_safetensors
 
 _MAX_HEADER = 16 * 2**20
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -42,31 +39,9 @@ def save_weights(
     error. Tensors that share memory are written once each, so that the file needs no knowledge of the sharing.
     """
     path = Path(path)
-    data = tensor_bytes(stored_tensors(model, dtype), {"format": "pt", **(metadata or {})})
-    # hidden and next to the target: the same file system, so that the replacement is one atomic step
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise DaleError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a .safetensors file, the same for the same tensors and metadata: the library shuffles the latter."""
-    data = safetensors.torch.save(dict(tensors), metadata=dict(metadata))
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
-    return len(text).to_bytes(8, "little") + text + data[end:]
+    if not path.parent.is_dir():
+        raise DaleError(f"cannot write {path}: No such file or directory")
+    write_safetensors(path, stored_tensors(model, dtype), {"format": "pt", **(metadata or {})})
 
 
 def stored_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -78,6 +53,8 @@ def stored_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> dict[s
         if not isinstance(tensor, Tensor):
             raise UsageError(f"{name!r} in the model's state dict is {type(tensor).__name__}, only tensors are stored")
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if target not in _FLOATS.values() and target not in _OTHERS:
+            raise UsageError(f"{name!r} is of {target}, which no weights file holds")
         copy = torch.empty(tensor.shape, dtype=target, device="cpu").copy_(tensor.detach())
         if target != tensor.dtype and not torch.equal(copy.isfinite(), tensor.detach().isfinite().cpu()):
             raise UsageError(f"{name!r} has values that {target} cannot hold; store it as torch.bfloat16 or float32")
