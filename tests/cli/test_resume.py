@@ -141,7 +141,7 @@ os.{function} = deadly(os.{function})
 MOMENTS = [
     pytest.param(function, number, marks=() if (function, number) in QUICK else pytest.mark.verify)
     for QUICK in ({("replace", 1), ("fsync", 5), ("replace", 6), ("unlink", 1), ("replace", 10)},)
-    for function, last in (("fsync", 12), ("replace", 12), ("unlink", 3))
+    for function, last in (("fsync", 12), ("replace", 12), ("unlink", 2))
     for number in range(1, last + 1)
 ]
 
