@@ -53,6 +53,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dale-optimal, 8 uniform draws": ("dale-optimal", {"sampler": _uniform(8), "norm_budget": 4.0}),
     "dale-optimal, 4 last states of a chain": ("dale-optimal", {"sampler": _chain(6), "norm_budget": 2.0}),
     "dale-optimal, 8 last states of a chain": ("dale-optimal", {"sampler": _chain(2), "norm_budget": 4.0}),
+    "dale, chains that start away from the label": ("dale", {"start": "away"}),
 }
 
 

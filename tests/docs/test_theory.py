@@ -105,6 +105,22 @@ def test_the_table_of_measurements_is_that_of_the_results() -> None:
         assert (found["seeds"], found["validation_loss_within_rho"]) == (5, 5)
 
 
+def test_the_table_of_starts_is_that_of_the_results() -> None:
+    results = ROOT / "benchmarks" / "results"
+    found = json.loads((results / "start.json").read_text())
+    assert (found["n"], len(found["seeds"]), len(found["variants"])) == (200, 3, 5)
+    assert f"({100 * found['clean_accuracy']:.1f}% right without attack)" in TEXT
+    for name, variant in found["variants"].items():
+        divergence, accuracy, surer = (variant[key]["mean"] for key in ("divergence", "accuracy", "surer"))
+        assert f"| {name} | {divergence:.3f} | {100 * accuracy:.1f}% | {100 * surer:.0f}% |" in TEXT
+    (digits,) = json.loads((results / "start-digits.json").read_text())["summary"].values()
+    for key in ("robust_accuracy", "clean_accuracy"):
+        assert f"{100 * digits[key]['mean']:.1f} ± {100 * digits[key]['standard_deviation']:.1f}%" in TEXT
+    assert f"held-out loss {digits['validation_loss']['mean']:.3f} for rho = {digits['rho']}" in TEXT
+    assert f"nu {digits['multiplier']['mean']:.2f} (five seeds" in TEXT
+    assert digits["seeds"] == 5
+
+
 def test_the_convex_problem_of_the_picture_is_solved(pictures: ModuleType) -> None:
     """The path ends where the caption says: at rho, on the curve, with the price as multiplier."""
     nominal, robust, multiplier = pictures.primal_dual_path(5.0)[-1]

@@ -15,7 +15,7 @@ from dale import random
 from dale.batch import Batch
 from dale.errors import UsageError
 from dale.losses import DLR, KL, CrossEntropy, ErrorProbability, Loss, Margin
-from dale.perturbations import L2, Linf, ParameterBox, Rotation
+from dale.perturbations import L1, L2, Linf, ParameterBox, Rotation
 from dale.samplers import Chain, Langevin, Problem, fgsm, langevin, pgd
 
 EPSILON = 0.1
@@ -198,6 +198,68 @@ def test_a_kl_divergence_needs_its_small_start(model, batch):
     assert bool((climbed(moved[0]) > climbed(stuck[0])).all())
     assert bool((climbed(moved[0]) > 1e-4).all())
     assert bool((problem.value_and_gradient(1e-3 * torch.ones_like(moved[0]))[1].abs() > 1e-9).any())
+
+
+def test_away_starts_where_the_label_gets_less_likely(model, batch):
+    """By hand: noise and steepest direction at the start's scale, in the set; the noise is that of a Gaussian start."""
+    ball, key = Linf(epsilon=EPSILON), random.key(4)
+    problem = Problem(model, batch, ball, KL(), log=True)
+    x = batch.images.clone().requires_grad_(True)
+    F.cross_entropy(model(x), batch.labels, reduction="sum").backward()
+    noise = random.normal(key, batch.index, (1, 6, 6)).double()
+    begin = Chain(start="away").begin(problem, key)
+    assert torch.equal(begin, ball.project(ball.project(1e-3 * noise, batch.images) + 1e-3 * x.grad.sign(), x.detach()))
+    assert problem.evaluations == 1
+    chain = Chain(kernel=Langevin(step_size=0.03, noise="none"), steps=4, start="away")
+    assert chain.run(problem, key)[0].shape == (1, *batch.images.shape)
+    assert problem.evaluations == 1 + 5  # one gradient more than steps
+
+
+def test_a_divergence_grows_to_both_sides_and_away_takes_the_side_of_the_error():
+    """On a linear model with two classes there are two sides: at random half of the chains get surer of their label."""
+    count = 200
+    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 2, bias=False)).double()
+    with torch.no_grad():
+        weight = random.normal(random.key(1), torch.arange(1), (144,))[0].double()
+        net[1].weight.copy_(torch.stack([weight, -weight]))
+    x = 0.4 + 0.2 * random.uniform(random.key(2), torch.arange(count), (1, 12, 12)).double()
+    batch, ball = Batch.of(x, torch.zeros(count, dtype=torch.int64)), Linf(epsilon=EPSILON)
+
+    def surer(start) -> float:
+        delta = langevin(5, 0.04, start=start)(net, batch, ball, KL(), key=0)[0]
+        before, after = net(x).log_softmax(1)[:, 0], net(x + delta).log_softmax(1)[:, 0]
+        return float((after > before).double().mean())
+
+    assert 0.4 < surer("gaussian") < 0.6
+    assert surer("away") == 0.0
+
+
+@pytest.mark.parametrize("ball", [L1(epsilon=1.0), L2(epsilon=0.5), Linf(epsilon=EPSILON)], ids=repr)
+def test_away_leads_to_the_side_of_the_error_in_every_norm(ball):
+    """In l1 and l2 the step is no longer than the noise, which may lead back; it is turned round there."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(256, 3)).double()
+    x = 0.3 + 0.4 * random.uniform(random.key(2), torch.arange(100), (1, 16, 16)).double()
+    batch = Batch.of(x, torch.arange(100) % 3)
+    problem = Problem(net, batch, ball, KL(), log=True)
+    gradient = problem.away_from_label()
+    begin = {start: Chain(start=start).begin(problem, random.key(0)) for start in ("away", "gaussian")}
+    right = {start: ((delta * gradient).flatten(1).sum(1) > 0).double().mean().item() for start, delta in begin.items()}
+    assert right["away"] == 1.0
+    assert 0.35 < right["gaussian"] < 0.65
+    turned = (begin["away"] * begin["gaussian"]).flatten(1).sum(1) < 0  # the noise itself is the same, up to its sign
+    assert bool(turned.any()) is not isinstance(ball, Linf)
+
+
+def test_away_is_gaussian_where_nothing_changes_the_label():
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
+    with torch.no_grad():
+        flat[1].weight.zero_()
+    batch = Batch.of(torch.full((2, 1, 4, 4), 0.5, dtype=torch.float64), torch.tensor([0, 1]))
+    problem = Problem(flat, batch, Linf(epsilon=EPSILON), KL(), log=True)
+    starts = [Chain(start=start).begin(problem, random.key(0)) for start in ("away", "gaussian")]
+    assert torch.equal(*starts)
+    assert bool((starts[0] != 0).any())
 
 
 def test_ascent_climbs_for_every_loss(model, batch):

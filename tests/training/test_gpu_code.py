@@ -22,7 +22,7 @@ pytestmark = [
     ),
 ]
 
-CHAIN = {"_split", "begin", "each", "potential", "advance"}
+CHAIN = {"_split", "_drawn", "each", "potential", "advance"}
 STEP = {"predict", "evaluate", "_conclude", "_share", "_move"}
 
 

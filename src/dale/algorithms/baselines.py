@@ -12,6 +12,7 @@ from dale.perturbations import PerturbationSet
 from dale.samplers import Sampler, UniformNoise
 from dale.samplers import fgsm as fgsm_chain
 from dale.samplers import pgd as pgd_chain
+from dale.samplers.chain import Start
 
 BatchNorm = Literal["joint", "separate"]
 
@@ -107,6 +108,7 @@ def trades(
     beta: float = 6.0,
     steps: int = 10,
     step_size: float | None = None,
+    start: Start = "gaussian",
     sampler: Sampler | None = None,
     batchnorm: BatchNorm = "joint",
 ) -> Objective:
@@ -114,7 +116,7 @@ def trades(
     return Objective(
         name="trades",
         perturbations=perturbations,
-        sampler=sampler or pgd_chain(steps, step_size, start="gaussian"),
+        sampler=sampler or pgd_chain(steps, step_size, start=start),
         perturbation_loss=KL(),
         robust_loss=KL(),
         robust_weight=beta,

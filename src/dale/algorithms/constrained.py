@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from dale.aggregators import LambdaStar
 from dale.algorithms.baselines import BatchNorm
@@ -12,6 +12,9 @@ from dale.losses import KL, CrossEntropy, Loss
 from dale.objectives import Objective
 from dale.perturbations import PerturbationSet
 from dale.samplers import Chain, Langevin, Sampler, UniformNoise, langevin
+from dale.samplers.chain import Start
+
+DaleLoss: TypeAlias = Literal["kl", "cross-entropy"] | Loss
 
 
 def _limits(
@@ -31,7 +34,7 @@ def _limits(
     return tuple(constraints)
 
 
-def _dale_loss(loss: Literal["kl", "cross-entropy"] | Loss) -> Loss:
+def _dale_loss(loss: DaleLoss) -> Loss:
     if isinstance(loss, Loss):
         return loss
     choices: dict[str, Loss] = {"kl": KL(), "cross-entropy": CrossEntropy()}
@@ -46,11 +49,12 @@ def dale(
     rho: float | tuple[float, ...] | None = None,
     min_accuracy: float | tuple[float, ...] | None = None,
     by: Literal["all", "class", "group"] = "all",
-    loss: Literal["kl", "cross-entropy"] | Loss = "kl",
+    loss: DaleLoss = "kl",
     steps: int = 10,
     step_size: float | None = None,
     noise_scale: float | None = None,
     temperature: float | None = None,
+    start: Start = "gaussian",
     sampler: Sampler | None = None,
     dual_step_size: float | None = None,
     dual_initial: float = 0.5,
@@ -59,16 +63,19 @@ def dale(
     tighten: bool = True,
     batchnorm: BatchNorm = "joint",
 ) -> Objective:
-    """The most robust model among those whose nominal loss is at most rho (or accuracy at least min_accuracy)."""
-    chosen = _dale_loss(loss)
+    """The most robust model among those whose nominal loss is at most rho (or accuracy at least min_accuracy).
+
+    With KL as loss and `start="away"` the sampler's chains leave the image on the side where the label gets less likely
+    (`dale.samplers.Chain`).
+    """
     if noise_scale is None and temperature is None:
         noise_scale = 1e-4
     return Objective(
         name="dale",
         perturbations=perturbations,
-        sampler=sampler or langevin(steps, step_size, noise_scale, temperature),
-        perturbation_loss=chosen,
-        robust_loss=chosen,
+        sampler=sampler or langevin(steps, step_size, noise_scale, temperature, start),
+        perturbation_loss=_dale_loss(loss),
+        robust_loss=_dale_loss(loss),
         constraints=_limits(
             rho,
             min_accuracy,
@@ -87,24 +94,24 @@ def dale_fixed(
     perturbations: PerturbationSet,
     *,
     nu: float = 0.3,
-    loss: Literal["kl", "cross-entropy"] | Loss = "kl",
+    loss: DaleLoss = "kl",
     steps: int = 10,
     step_size: float | None = None,
     noise_scale: float | None = None,
     temperature: float | None = None,
+    start: Start = "gaussian",
     sampler: Sampler | None = None,
     batchnorm: BatchNorm = "joint",
 ) -> Objective:
     """DALE without the dual update: the multiplier stays at nu (the paper's Table 2)."""
-    chosen = _dale_loss(loss)
     if noise_scale is None and temperature is None:
         noise_scale = 1e-4
     return Objective(
         name="dale-fixed",
         perturbations=perturbations,
-        sampler=sampler or langevin(steps, step_size, noise_scale, temperature),
-        perturbation_loss=chosen,
-        robust_loss=chosen,
+        sampler=sampler or langevin(steps, step_size, noise_scale, temperature, start),
+        perturbation_loss=_dale_loss(loss),
+        robust_loss=_dale_loss(loss),
         nominal_weight=nu,
         batchnorm=batchnorm,
     )
@@ -120,10 +127,11 @@ def dale_optimal(
     norm_budget: float | None = None,
     num_samples: int = 4,
     candidates: Literal["chain", "uniform"] = "chain",
-    loss: Literal["kl", "cross-entropy"] | Loss = "kl",
+    loss: DaleLoss = "kl",
     steps: int = 10,
     step_size: float | None = None,
     noise_scale: float = 1e-4,
+    start: Start = "gaussian",
     sampler: Sampler | None = None,
     dual_step_size: float | None = None,
     dual_initial: float = 0.5,
@@ -146,7 +154,7 @@ def dale_optimal(
     if sampler is None:
         require(1 <= num_samples <= steps, f"num_samples, states of one chain, lies between 1 and steps={steps}")
         kernel = Langevin(step_size=step_size, noise_scale=noise_scale)
-        sampler = Chain(kernel=kernel, steps=steps, keep="all", burn_in=steps - num_samples)
+        sampler = Chain(kernel=kernel, steps=steps, start=start, keep="all", burn_in=steps - num_samples)
     if gamma is None and norm_budget is None:
         norm_budget = max(1.0, num_samples / 2)
     return Objective(

@@ -21,6 +21,7 @@ ROW_OPTIONS: dict[str, tuple[str, str]] = {
     "step_size": ("SIZE", "size of a step (default: a quarter of the set's radius)"),
     "noise_scale": ("C", "scale of the Langevin noise"),
     "temperature": ("T", "temperature instead of the noise scale, C = sqrt(2 * step size * T)"),
+    "start": ("gaussian|away", "start of chains that climb KL: beside the image at random, or away from the label"),
     "sampler": ("SAMPLER", "another sampler: a name, {type: Chain, steps: 5, ...} or package.module:Name"),
     "dual_step_size": ("ETA", "step size of dual ascent (default: 10 over the number of ascents)"),
     "dual_initial": ("NU", "multiplier at the start"),
@@ -59,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="NAME", help="a name (`dale list models`) or package.module:Name")
     model.add_argument("--activation", metavar="NAME", help="activation function, relu or silu")
-    model.add_argument("--init", metavar="FILE", help="start from these weights (.safetensors)")
+    model.add_argument("--init", metavar="FILE", help="start from these weights: a .safetensors file, or zoo:NAME")
 
     row = parser.add_argument_group("algorithm")
     row.add_argument("--algorithm", metavar="NAME", help="a row (`dale list algorithms`) or package.module:function")

@@ -12,6 +12,7 @@ from dale.samplers.diagnostics import (
 )
 from dale.samplers.exact import Hmc, Mala
 from dale.samplers.fixed import CutoutNoise, GaussianNoise, GeneratorNoise, PatchNoise, UniformNoise
+from dale.samplers.mixture import Mixture
 
 __all__ = [
     "Chain",
@@ -23,6 +24,7 @@ __all__ = [
     "Kernel",
     "Langevin",
     "Mala",
+    "Mixture",
     "PatchNoise",
     "Problem",
     "Sampler",

@@ -15,7 +15,7 @@ from dale.batch import Batch
 from dale.compiling import Compiler, as_it_is
 from dale.components import Component
 from dale.errors import NumericsError, require, require_choice
-from dale.losses import Loss
+from dale.losses import CrossEntropy, Loss
 from dale.modes import sampling_mode
 from dale.perturbations import PerturbationSet
 from dale.random import Key
@@ -119,6 +119,11 @@ class Problem:
             self.model, self.perturbations, self.loss, self.log, self.x, delta, self.clean_logits, self.batch.labels
         )
         return value
+
+    def away_from_label(self) -> Tensor:
+        """The gradient of the label's cross-entropy at the clean images, whatever the potential is."""
+        self.evaluations += 1
+        return Problem(self.model, self.batch, self.perturbations, CrossEntropy()).value_and_gradient(self.zeros())[1]
 
     def value(self, delta: Tensor) -> Tensor:
         """U(delta) without a gradient."""

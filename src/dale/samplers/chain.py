@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from dale.random import Key
 from dale.samplers.base import Problem, Sampler
 
 State = dict[str, Tensor]
+Start: TypeAlias = Literal["zero", "gaussian", "away", "uniform"]
 
 _STREAMS = tuple(random.stream(name) for name in ("start", "init", "step"))  # as numbers: a compiler knows no hashes
 
@@ -150,14 +151,17 @@ class Chain(Sampler):
     """Run a kernel for `steps` steps from a start, in `num_chains` independent chains per example.
 
     `start`: zero; `gaussian`, start_scale * N(0, I), the default wherever the potential is a KL divergence, whose
-    gradient vanishes at zero; or `uniform` on Delta. `climb_log`: the potential is the logarithm of the loss.
+    gradient vanishes at zero; `away`, the same plus start_scale along the steepest ascent of the label's cross-entropy,
+    for one gradient more (where the noise still leads back it is turned round); or `uniform` on Delta. A divergence
+    from the clean prediction grows to both sides of the image, and a random start leads half of the chains to the side
+    where the model gets surer; `away` leads them to the other. `climb_log`: the potential is the logarithm of the loss.
     `keep`: the `last` state of each chain, or every state after `burn_in` steps (`all`), K = num_chains * (steps -
     burn_in) perturbations per example, chain after chain.
     """
 
     kernel: Kernel = Langevin()
     steps: int = 10
-    start: Literal["zero", "gaussian", "uniform"] = "gaussian"
+    start: Start = "gaussian"
     start_scale: float = 1e-3
     climb_log: bool = True
     num_chains: int = 1
@@ -166,7 +170,7 @@ class Chain(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice(self, ("zero", "gaussian", "uniform"), start=self.start)
+        require_choice(self, get_args(Start), start=self.start)
         require_choice(self, ("last", "all"), keep=self.keep)
         require_non_negative(self, start_scale=self.start_scale)
         for name, value in (("steps", self.steps), ("num_chains", self.num_chains)):
@@ -193,6 +197,17 @@ class Chain(Sampler):
 
     def begin(self, problem: Problem, key: Key) -> Tensor:
         """Return where the chains start, in the set."""
+        delta: Tensor = problem.compiler(Chain._drawn)(self, problem, key)
+        if self.start != "away":
+            return delta
+        gradient = problem.away_from_label()
+        step = self.start_scale * problem.perturbations.steepest(gradient)
+        # in l1 and l2 the step is no longer than the noise: where that leads back, the noise is turned round
+        along = ((delta + step) * gradient).flatten(1).sum(dim=1) >= 0.0
+        turned = torch.where(along.view(-1, *[1] * (delta.dim() - 1)), delta, -delta)
+        return problem.project(turned + step)
+
+    def _drawn(self, problem: Problem, key: Key) -> Tensor:
         if self.start == "zero":
             return problem.project(problem.zeros())
         if self.start == "uniform":
@@ -210,7 +225,7 @@ class Chain(Sampler):
         problem = problem.repeat(self.num_chains)
         kernel = self.kernel.for_steps(self.steps)
         keys: list[Key] = problem.compiler(_split)(key)
-        delta = problem.compiler(Chain.begin)(self, problem, keys[0]) if start is None else problem.project(start)
+        delta = self.begin(problem, keys[0]) if start is None else problem.project(start)
         state = first = kernel.init(problem, delta, keys[1])
         kept: list[Tensor] = []
         for number, (_, state) in enumerate(walk(kernel, problem, first, self.steps, keys[2])):
@@ -232,9 +247,7 @@ def fgsm(epsilon: float) -> Chain:
     return Chain(kernel=Langevin(step_size=epsilon, noise="none"), steps=1, start="zero", climb_log=False)
 
 
-def pgd(
-    steps: int = 10, step_size: float | None = None, start: Literal["zero", "gaussian", "uniform"] = "uniform"
-) -> Chain:
+def pgd(steps: int = 10, step_size: float | None = None, start: Start = "uniform") -> Chain:
     """Projected gradient ascent: Langevin without noise, from a uniform start."""
     return Chain(kernel=Langevin(step_size=step_size, noise="none"), steps=steps, start=start, climb_log=False)
 
@@ -244,9 +257,10 @@ def langevin(
     step_size: float | None = None,
     noise_scale: float | None = 1e-4,
     temperature: float | None = None,
+    start: Start = "gaussian",
 ) -> Chain:
     """The paper's sampler: sign drift with Laplace noise inside, climbing the log of the loss from a small start."""
     if temperature is not None:
         noise_scale = None
     kernel = Langevin(step_size=step_size, noise_scale=noise_scale, temperature=temperature)
-    return Chain(kernel=kernel, steps=steps)
+    return Chain(kernel=kernel, steps=steps, start=start)
