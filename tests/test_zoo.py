@@ -47,6 +47,19 @@ def test_what_is_stored_is_loaded_in_float32_and_eval_mode(run, tmp_path, monkey
     assert [one.name for one in entries()] == ["digits-dale"]
 
 
+def test_training_starts_from_a_stored_model(run, tmp_path, monkeypatch) -> None:
+    store(run, "digits-dale", tmp_path)
+    monkeypatch.setenv("DALE_ZOO", str(tmp_path))
+    data = run.config.data.load()
+    model = dale.create_model("convnet", data, seed=5, init="zoo:digits-dale")
+    wanted = find("digits-dale").load().state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+    with pytest.raises(CheckpointError, match="does not belong to this model"):
+        dale.create_model("resnet18", data, init="zoo:digits-dale")
+    with pytest.raises(UsageError, match="did you mean 'digits-dale'"):
+        dale.create_model("convnet", data, init="zoo:digit-dale")
+
+
 def test_a_run_folder_loads_as_ever(run) -> None:
     model = dale.load_model(run.path)
     assert all(torch.equal(value, run.model.state_dict()[name]) for name, value in model.state_dict().items())

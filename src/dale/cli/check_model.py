@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--image-shape", metavar="N", type=int, nargs=3, default=(3, 32, 32), help="channels height width"
     )
     parser.add_argument("--classes", metavar="N", type=int, default=10, help="number of classes")
-    parser.add_argument("--init", metavar="FILE", help="load these weights (.safetensors)")
+    parser.add_argument("--init", metavar="FILE", help="load these weights: a .safetensors file, or zoo:NAME")
     parser.add_argument("--device", metavar="DEVICE", default="cpu", help="cpu or cuda")
 
 

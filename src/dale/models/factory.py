@@ -18,6 +18,7 @@ from dale.models.convnet import ConvNet
 from dale.models.layers import ACTIVATIONS, normalisation
 from dale.models.preact import PreActResNet, WideResNet
 from dale.models.resnet import BasicBlock, Bottleneck, ResNet
+from dale.models.stored import PREFIX, find
 from dale.models.weights import load_weights
 
 _BUILDERS: dict[str, Callable[..., nn.Module]] = {
@@ -65,7 +66,8 @@ def create_model(
     `name` is one of `MODELS`, or an import path ``package.module:Name`` of an `nn.Module` class or a function that
     returns one; that is called with those of channels, size (an int, or (height, width) if not square), num_classes
     and activation which its signature names. The initial weights are a function of `seed` alone and the global random
-    numbers are left as they were. `init` names a .safetensors file whose weights then replace the initial ones.
+    numbers are left as they were. `init` names a .safetensors file, or a stored model ("zoo:NAME"), whose weights then
+    replace the initial ones.
     """
     if data is not None:
         shape = data.image_shape
@@ -98,7 +100,9 @@ def create_model(
         raise unknown("model", name, (*MODELS, "package.module:Name"))
     with _seeded(seed):
         model = build()
-    if init is not None:
+    if isinstance(init, str) and init.startswith(PREFIX):
+        find(init).load_into(model)
+    elif init is not None:
         load_weights(model, init)
     # remembered so that a run folder can say which model it holds
     model.dale_name, model.dale_activation = name, activation  # type: ignore[assignment]
