@@ -60,7 +60,7 @@ def test_splits_are_disjoint_cover_the_pool_and_depend_on_the_seed_alone() -> No
     index = torch.cat([p.index for p in parts])
     assert torch.equal(index.sort().values, torch.arange(100))
     for part in parts:
-        assert torch.equal(part.index, part.index.sort().values)
+        assert not torch.equal(part.index, part.index.sort().values)
         assert torch.equal(part.images, pool.images[part.index])
         assert torch.equal(part.labels, pool.labels[part.index])
     again, other = split_dataset("p", pool, seed=3), split_dataset("p", pool, seed=4)
@@ -77,8 +77,26 @@ def test_train_size_leaves_the_other_splits_alone() -> None:
         assert torch.equal(getattr(whole, part).index, getattr(small, part).index)
 
 
+def test_the_first_examples_of_sorted_data_are_of_all_classes() -> None:
+    """A file sorted by class: parts of the splits stand for the whole, and so does a test set given as one."""
+    pool = Split.of(torch.rand(4000, 1, 2, 2), torch.arange(4000) // 400)
+    for data in (split_dataset("p", pool), split_dataset("p", pool, pool)):
+        for part in (data.train, data.validation, data.certification, data.test):
+            counts = part.first(len(part) // 2).labels.bincount(minlength=10)
+            assert counts.min() > 0, counts
+    orders = [split_dataset("p", pool, pool, seed=seed).test.index for seed in (0, 1)]
+    assert torch.equal(*orders)  # the first test images are the same ones whatever the seed
+
+
+def test_the_order_of_the_file_is_kept_where_it_is_as_good() -> None:
+    pool = _pool(100)
+    mixed, kept = split_dataset("p", pool, seed=3), split_dataset("p", pool, seed=3, file_order=True)
+    for part in ("train", "validation", "certification", "test"):
+        assert torch.equal(getattr(kept, part).index, getattr(mixed, part).index.sort().values)
+
+
 def test_an_official_test_set_keeps_its_first_examples() -> None:
-    data = split_dataset("p", _pool(100), _pool(30), seed=0, test_size=8)
+    data = split_dataset("p", _pool(100), _pool(30), seed=0, test_size=8, file_order=True)
     assert data.test.index.tolist() == list(range(8))
     assert len(data.train) + len(data.validation) + len(data.certification) == 100
 

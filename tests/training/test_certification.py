@@ -11,8 +11,9 @@ import torch
 
 import dale
 from dale.certificates import certify_nominal
+from dale.constraints import Constraint, accuracy_limit, loss_limit
 from dale.errors import DataError, UsageError
-from dale.losses import CrossEntropy
+from dale.losses import CrossEntropy, ErrorProbability
 from dale.training import Validation
 from dale.training.certification import certify_run, fingerprint
 from dale.training.validation import predict
@@ -79,6 +80,37 @@ def test_a_class_without_a_held_out_example_is_named(tmp_path: Path) -> None:
         certify_run(run, some)
 
 
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        (loss_limit(1.5), accuracy_limit(0.8, by="class")),
+        (loss_limit(1.5), loss_limit(1.0, by="class")),
+        (loss_limit(1.5), loss_limit(1.0)),
+        (accuracy_limit(0.8), accuracy_limit(0.7)),
+    ],
+)
+def test_limits_that_one_certificate_cannot_speak_of_are_refused(
+    constraints: tuple[Constraint, ...], tmp_path: Path
+) -> None:
+    data = dale.load_dataset("digits", **SIZES)
+    run = _run(tmp_path / "run", data, rho=0.5)
+    run.objective = replace(run.objective, constraints=constraints)
+    with pytest.raises(UsageError, match="one limit on a loss and one on the accuracy, over the same groups"):
+        certify_run(run, data)
+
+
+def test_the_loss_that_is_limited_is_what_is_certified(tmp_path: Path) -> None:
+    data = dale.load_dataset("digits", **SIZES)
+    run = _run(tmp_path / "run", data, rho=0.5)
+    other = ErrorProbability()
+    run.objective = replace(run.objective, constraints=(Constraint(loss=other, limit=0.5),))
+    certificate = certify_run(run, data)
+    assert certificate is not None
+    logits, labels, _ = predict(run.model, data.certification, 64, torch.device("cpu"))
+    assert certificate.loss.mean == pytest.approx(float(other(logits, None, labels).double().mean()))
+    assert certificate.loss.mean < 1.0 < float(CrossEntropy()(logits, None, labels).mean())
+
+
 def test_a_row_without_a_promise_has_no_certificate(tmp_path: Path) -> None:
     data = dale.load_dataset("digits", **SIZES)
     run = _run(tmp_path / "run", data, rho=0.5)
@@ -100,4 +132,6 @@ def test_fingerprints() -> None:
     data = dale.load_dataset("digits", **SIZES)
     assert fingerprint(data.train) == fingerprint(dale.load_dataset("digits", **SIZES).train)
     assert len({fingerprint(s) for s in (data.train, data.validation, data.certification, data.test)}) == 4
-    assert fingerprint(data.train) != fingerprint(data.train.take(range(len(data.train) - 1, -1, -1)))
+    assert fingerprint(data.train) == fingerprint(data.train.take(range(len(data.train) - 1, -1, -1)))
+    relabelled = replace(data.train, labels=data.train.labels.flip(0))
+    assert fingerprint(data.train) != fingerprint(relabelled)

@@ -38,10 +38,11 @@ def load_dataset(
     `name` is one of `DATASETS`, the path of an .npz file (images, labels; optionally images_test, labels_test, groups,
     groups_test, class_names), or a folder of class folders of images, optionally with train/ and test/ above them.
     Official files are looked for below `data_dir` (default `$DALE_DATA`, else a cache folder) and fetched where
-    missing. The splits are fixed by `seed`; the official test set, where there is one, is the test split.
+    missing. The splits are fixed by `seed`; the official test set, where there is one, is the test split. Examples of
+    your own come in a random order, those of a named set in the order of its files.
     """
     text = os.fspath(name)
-    known = {_fold(choice): choice for choice in DATASETS}.get(_fold(text))
+    known = title = {_fold(choice): choice for choice in DATASETS}.get(_fold(text))
     test: Split | None = None
     names: tuple[str, ...] | None = None
     if known == "digits":
@@ -62,10 +63,11 @@ def load_dataset(
             raise DataError(f"{path}: no such file or folder")
         else:
             raise unknown("dataset", text, (*DATASETS, "FILE.npz", "FOLDER"))
-        known, defaults = path.resolve().stem, {}
+        title, defaults = path.resolve().stem, {}
     require(isinstance(seed, int), f"seed must be an integer, got {seed!r}")
+    assert title is not None
     data = split_dataset(
-        known,
+        title,
         pool,
         test,
         class_names=names,
@@ -74,8 +76,9 @@ def load_dataset(
         validation_size=defaults.get("validation") if validation_size is None else validation_size,
         certification_size=defaults.get("certification") if certification_size is None else certification_size,
         test_size=defaults.get("test") if test_size is None else test_size,
+        file_order=known is not None,
     )
-    return replace(data, source=text if known not in DATASETS else known)
+    return replace(data, source=text if known is None else known)
 
 
 def _fold(name: str) -> str:

@@ -22,7 +22,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Examples in file order: stored images (N, C, H, W), labels, example numbers and, where given, groups.
+    """Examples in some order: stored images (N, C, H, W), labels, example numbers and, where given, groups.
 
     `scale` is the stored value that means 1: 255 for bytes, 16 for digits, 1 for floats in [0, 1].
     """
@@ -79,7 +79,7 @@ class Split:
         return replace(self, images=images, labels=self.labels[rows], index=self.index[rows], groups=groups)
 
     def first(self, n: int) -> Split:
-        """Return the first `n` examples in file order (all of them where there are fewer), without copying."""
+        """Return the first `n` examples (all of them where there are fewer), without copying."""
         if n < 1:
             raise UsageError(f"the number of examples must be at least 1, got {n}")
         groups = None if self.groups is None else self.groups[:n]
@@ -97,7 +97,7 @@ class Split:
         )
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield every example once, in file order; the last batch may be smaller."""
+        """Yield every example once, in order; the last batch may be smaller."""
         if batch_size < 1:
             raise UsageError(f"batch_size must be at least 1, got {batch_size}")
         for start in range(0, len(self), batch_size):
@@ -111,7 +111,8 @@ class Dataset:
     """Four disjoint splits of one data set, and what a model must know of it.
 
     `train` is for descent, `validation` for selection and tightening, `certification` for the certificates only,
-    and `test` for the final evaluation only. `image_shape` is (C, H, W); `num_groups` is 0 where there are none.
+    and `test` for the final evaluation only. Where the whole of one would take too long, its first examples stand for
+    it: classes must not come one after the other. `image_shape` is (C, H, W); `num_groups` is 0 where there are none.
     `source` and `seed` are what `load_dataset` was asked for, so that a run can say which data it was trained on.
     """
 
@@ -146,13 +147,14 @@ def split_dataset(
     validation_size: int | None = None,
     certification_size: int | None = None,
     test_size: int | None = None,
+    file_order: bool = False,
 ) -> Dataset:
     """Carve the four splits: validation, certification and, where `test` is None, test out of `pool`; the rest trains.
 
     A random order of the pool, fixed by `seed`, is dealt out in that sequence, so that `train_size` does not change
     the other three. Sizes not given: a tenth each for validation and certification, a fifth for test, all the rest
-    for training. Of a `test` given whole, `test_size` keeps the first examples. Inside a split the order is that of
-    the file.
+    for training. Inside a split the order is random too, for files come sorted by class; `file_order` keeps that of the
+    file, where it is known to be as good. Of a `test` given whole, `test_size` keeps the first examples in that order.
     """
     total = len(pool)
     validation_size = max(1, total // 10) if validation_size is None else validation_size
@@ -174,10 +176,14 @@ def split_dataset(
         raise UsageError(f"{name}: {sizes} is more than the {total} examples there are; lower one of the sizes")
     order = random.permutation(random.key(seed).fold("splits"), total)
     bounds = torch.tensor([validation_size, certification_size, carved, train_size]).cumsum(0).tolist()
-    validation, certification, held, train = (
-        pool.take(order[start:end].sort().values) for start, end in zip([0, *bounds], bounds, strict=False)
-    )
-    test = held if test is None else test.first(asked["test"])
+    dealt = [order[start:end] for start, end in zip([0, *bounds], bounds, strict=False)]
+    validation, certification, held, train = (pool.take(part.sort().values if file_order else part) for part in dealt)
+    if test is None:
+        test = held
+    else:
+        if not file_order:  # the same order for every seed
+            test = test.take(random.permutation(random.key(0).fold("test"), len(test)))
+        test = test.first(asked["test"])
     names = tuple(class_names) if class_names is not None else tuple(str(k) for k in range(pool.num_classes))
     channels, height, width = pool.images.shape[1:]
     groups = [part.groups for part in (pool, test) if part.groups is not None]

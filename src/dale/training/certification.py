@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from dale.certificates import Method, NominalCertificate, certify_nominal
+from dale.constraints import Constraint
 from dale.data import Dataset, Split
 from dale.errors import DataError, require
 from dale.losses import CrossEntropy
@@ -16,10 +18,10 @@ CLIP = 4.0  # B by default, at least: twice the limit where that is more
 
 
 def fingerprint(split: Split) -> str:
-    """A short text that two splits share exactly when they hold the same examples with the same labels."""
-    total = hashlib.blake2b(digest_size=8)
+    """A short text that two splits share exactly when they hold the same labelled examples, in any order."""
+    total, order = hashlib.blake2b(digest_size=8), split.index.argsort()
     for numbers in (split.index, split.labels):
-        total.update(numbers.cpu().numpy().tobytes())
+        total.update(numbers[order].cpu().numpy().tobytes())
     return total.hexdigest()
 
 
@@ -39,18 +41,19 @@ def certify_run(
 ) -> NominalCertificate | None:
     """Certify the nominal loss and accuracy of a run on its certification split; None without a constraint.
 
-    The statement is about min(loss, `clip`); the default clip depends on the limits alone, never on the data.
+    The statement is about min(loss, `clip`), of the loss that the constraint limits; the default clip depends on the
+    limits alone, never on the data. At most one limit on a loss and one on the accuracy, over the same groups.
     """
     if not run.objective.constraints:
         return None
     _require_untouched(run, data)
+    on_loss, on_error = _limits(run.objective.constraints)
     device = next(run.model.parameters()).device
     logits, labels, groups = predict(run.model, data.certification, 256, device)
-    losses = CrossEntropy()(logits, None, labels).double().numpy()
+    limited = CrossEntropy() if on_loss is None else on_loss.measured
+    losses = limited(logits, logits, labels).double().numpy()
     errors = (logits.argmax(dim=1) != labels).numpy()
-    on_loss = next((c for c in run.objective.constraints if not c.on_accuracy), None)
-    on_error = next((c for c in run.objective.constraints if c.on_accuracy), None)
-    by = (on_loss or on_error or run.objective.constraints[0]).by
+    by = run.objective.constraints[0].by
     member = {"all": None, "class": labels.numpy(), "group": groups.numpy()}[by]
     if member is not None:
         expected = data.num_classes if by == "class" else data.num_groups
@@ -67,6 +70,18 @@ def certify_run(
         min_accuracy=None if on_error is None else _promised(on_error.limit),
         method=method,
     )
+
+
+def _limits(constraints: Sequence[Constraint]) -> tuple[Constraint | None, Constraint | None]:
+    """The limit on a loss and the limit on the error; refused where one certificate cannot speak of all of them."""
+    on_loss = [c for c in constraints if not c.on_accuracy]
+    on_error = [c for c in constraints if c.on_accuracy]
+    require(
+        len(on_loss) <= 1 and len(on_error) <= 1 and len({c.by for c in constraints}) == 1,
+        "a certificate is about one limit on a loss and one on the accuracy, over the same groups; this run has "
+        + ", ".join(f"one on {'the accuracy' if c.on_accuracy else 'a loss'} by {c.by!r}" for c in constraints),
+    )
+    return next(iter(on_loss), None), next(iter(on_error), None)
 
 
 def _by_group(limit: float | tuple[float, ...]) -> float | dict[int, float]:
