@@ -24,7 +24,10 @@ ROW: dict[str, Any] = {"rho": 0.5, "by": "class", "steps": 2, "dual_step_size": 
 
 
 class Net(nn.Module):
-    """Smooth, without dropout, and without a bias before BatchNorm, whose gradient would be rounding alone."""
+    """Smooth, without dropout, and without a bias before BatchNorm, whose gradient would be rounding alone.
+
+    Its weights may be of float64: then nothing but the sums that a test is about tells one process from two.
+    """
 
     def __init__(self, channels: int = 1, num_classes: int = 10, norm: bool = False) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class Net(nn.Module):
         self.head = nn.Linear(128, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x).flatten(1))
+        return self.head(self.body(x.to(self.head.weight.dtype)).flatten(1))
 
 
 class Normed(Net):
@@ -54,11 +57,12 @@ def steps(
     batch: int = 31,
     frequency: str = "step",
     device: str = "cpu",
+    double: bool = False,
 ) -> dict[str, Any]:
     """Train for `count` steps; the losses, multipliers and weights."""
     data = dale.load_dataset("digits", train_size=310)
     objective = algorithms.dale(dale.Linf(epsilon=0.1), dual_frequency=frequency, **ROW)
-    model = network(norm)
+    model = network(norm).to(torch.float64 if double else torch.float32)
     with distributed.connected(device) as place, synchronised(model.to(place), sync):
         rank, size = distributed.rank(), distributed.world_size()
         loader = Loader(data.train, batch, seed=0, device=place, rank=rank, world_size=size)

@@ -8,8 +8,10 @@ NCCL between GPUs. Every process holds the same training state and sees its own 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -31,27 +33,37 @@ T = TypeVar("T")
 # Groups that we have parted from. Gloo's threads need Python's lock to let go of the last tensor they sent; were the
 # group's last reference dropped just then, under that lock, it would wait for them and they for it: so none is dropped.
 _left: list[Any] = []
+# The last messages that gloo carried. Its threads let go of one a moment after it has arrived, and whoever lets go last
+# needs Python's lock. A process that is ending gives the lock to nobody any more and would be aborted instead, with its
+# work done; so we are the last, and of these we never let go.
+_carried: deque[dist.Work] = deque(maxlen=16)
 _met: dict[str, Any] = {}  # the store we met through, and whether an earlier group of torchrun's has begun the run
 _BEGUN = "dale/begun"
 
 
 def reduce_(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce a tensor over all processes, in place."""
-    dist.all_reduce(tensor, operation)
-    return tensor
+    return _arrived(tensor, dist.all_reduce(tensor, operation, async_op=not tensor.is_cuda))
 
 
 def _send_(tensor: Tensor) -> Tensor:
     """Make a tensor that of the first process, in place."""
-    dist.broadcast(tensor, 0)
-    return tensor
+    return _arrived(tensor, dist.broadcast(tensor, 0, async_op=not tensor.is_cuda))
 
 
 def _all(tensor: Tensor) -> list[Tensor]:
     """The tensors of all processes, which have one shape."""
     parts = [torch.zeros_like(tensor) for _ in range(world_size())]
-    dist.all_gather(parts, tensor)
+    _arrived(tensor, dist.all_gather(parts, tensor, async_op=not tensor.is_cuda))
     return parts
+
+
+def _arrived(tensor: Tensor, message: dist.Work | None) -> Tensor:
+    """Wait for a message of gloo's; NCCL's are in the order of the device, and nothing is returned for them."""
+    if message is not None:
+        message.wait()
+        _carried.append(message)
+    return tensor
 
 
 def launched() -> bool:
@@ -133,6 +145,8 @@ def connected(device: str | None = None) -> Iterator[torch.device]:
         ) from error
     finally:
         _left.append(dist.group.WORLD)
+        for message in _carried:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(message))
         if place.type != "cuda" or world_size() == 1:  # NCCL may wait for a process that is gone; exiting does not
             dist.destroy_process_group()
 
@@ -207,9 +221,8 @@ class Agreement:
         """The answer to the last question, which is then forgotten; 0 where none was asked."""
         if self._asked is None:
             return 0
-        (asked, work), self._asked = self._asked, None
-        work.wait()
-        return int(asked)
+        asked, self._asked = self._asked, None
+        return int(_arrived(*asked))
 
 
 def share(split: Split) -> Split:
