@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dale import random
 from dale.aggregators import CVaR, LambdaStar, MaxOf, MeanOf, Tilted
 from dale.batch import Batch
-from dale.constraints import DUAL_BUDGET, loss_limit
+from dale.constraints import DUAL_BUDGET, ascend, loss_limit, violation
 from dale.errors import UsageError
 from dale.losses import DLR, KL, CrossEntropy, LogitPairing, Mart
 from dale.objectives import Objective
@@ -184,6 +184,19 @@ def test_open_dual_step_sizes_are_filled_in_for_a_run():
     )
     sizes = [c.step_size for c in objective.for_run(num_steps=1000, num_epochs=10).constraints]
     assert sizes == [DUAL_BUDGET / 1000, DUAL_BUDGET / 10, 0.7]
+
+
+@pytest.mark.parametrize("by", ["all", "class"])
+def test_a_multiplier_travels_as_far_whatever_the_number_of_its_kind(by):
+    """A violation of one in every class through a whole run: a multiplier of a class moves as that of all does."""
+    objective = Objective(constraints=(loss_limit(0.0, by=by, initial=0.0),)).for_run(20, 1, num_classes=10)
+    duals, labels = objective.initial_duals(10), torch.arange(50) % 10
+    constraint = objective.constraints[0]
+    for _ in range(20):
+        member = constraint.membership(labels, None, len(duals[0].multiplier))
+        seen = violation(constraint, duals[0], torch.ones(50), member)
+        duals = (ascend(constraint, duals[0], seen),)
+    torch.testing.assert_close(duals[0].multiplier, torch.full_like(duals[0].multiplier, DUAL_BUDGET))
 
 
 def test_transformations_and_multiple_draws_have_their_own_shapes():

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import itertools
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,6 +69,16 @@ def test_only_wide_convolutions_that_keep_the_size_are_replaced(monkeypatch):
     assert len(asked) == 1
     F.conv2d(x, wide, None, 1, 1)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_what_pays_is_tried_out(faster, monkeypatch):
+    """By a clock of the test's own: the library takes a second, Winograd's method half of one or two."""
+    clock = itertools.accumulate(itertools.cycle([0.0, 0.5 if faster else 2.0, 0.0, 1.0]))
+    monkeypatch.setattr(winograd, "time", types.SimpleNamespace(perf_counter=clock.__next__))
+    winograd.pays.cache_clear()
+    assert winograd.pays() is faster
+    winograd.pays.cache_clear()
 
 
 def test_memory_is_used_again_and_nothing_of_it_is_seen(monkeypatch):

@@ -34,7 +34,8 @@ class Constraint(Component):
 
     Dual ascent: `step_size` = eta_d, per `step` on the batch's estimate or per `epoch` on the epoch's average
     (Algorithm 1 as printed); the same eta_d means very different things under the two. None chooses 10 over the number
-    of ascents of the run, so that the large violations of the first steps do not wind the multiplier up. `initial` =
+    of ascents of the run (times the number of groups), so that the large violations of the first steps do not wind the
+    multiplier up. `initial` =
     nu_0; `upper` bounds the multiplier. `tighten`: train at the limit minus the gap between held-out and training
     nominal loss, measured every epoch, so that the promise holds on data not trained on.
     """

@@ -107,12 +107,19 @@ class Objective(Component):
         """Return the multipliers at the start of a run, one state per constraint."""
         return tuple(duality.initial_dual(c, c.num_groups(num_classes, num_groups), device) for c in self.constraints)
 
-    def for_run(self, num_steps: int, num_epochs: int) -> Objective:
-        """Return the objective with dual step sizes that were left open filled in for a run of this length."""
+    def for_run(
+        self, num_steps: int, num_epochs: int, num_classes: int | None = None, num_groups: int | None = None
+    ) -> Objective:
+        """Return the objective with dual step sizes that were left open filled in for a run of this length.
+
+        A multiplier of one group of G moves along a mean over the whole batch, of which a G-th is the group's: its
+        steps are G times as long.
+        """
         filled = []
         for constraint in self.constraints:
             ascents = num_steps if constraint.frequency == "step" else num_epochs
-            step_size = constraint.step_size or duality.DUAL_BUDGET / max(1, ascents)
+            budget = duality.DUAL_BUDGET * constraint.num_groups(num_classes, num_groups)
+            step_size = constraint.step_size or budget / max(1, ascents)
             filled.append(replace(constraint, step_size=step_size))
         return replace(self, constraints=tuple(filled))
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from dale.algorithms import dale, erm
-from dale.benchmark import bench, matmul_ceiling, synthetic_dataset
+from dale.benchmark import bench, machine, matmul_ceiling, synthetic_dataset
 from dale.benchmark.flops import count_flops
 from dale.benchmark.workload import Workload
 from dale.errors import UsageError
@@ -82,6 +83,21 @@ def test_counting_leaves_the_model_alone(data):
 
 def test_the_ceiling_is_a_rate():
     assert 1e-4 < matmul_ceiling("cpu", sizes=(128,)) < 1e3
+
+
+@pytest.mark.parametrize(("product", "convolution"), [(1e-3, 1.0), (1.0, 1e-3)])
+def test_the_faster_of_two_libraries_sets_the_ceiling_of_a_cpu(product, convolution, monkeypatch):
+    """By a clock of the test's own, which a product of 128 numbers square and a convolution set forward."""
+    now = [0.0]
+
+    def takes(seconds):
+        return lambda *_, **__: now.__setitem__(0, now[0] + seconds)
+
+    monkeypatch.setattr(machine, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(torch, "mm", takes(product))
+    monkeypatch.setattr(torch, "conv2d", takes(convolution))
+    rates = (2 * 128**3 / product, 2 * 9 * 32 * 8 * 8 * 256 * 256 / convolution)
+    assert matmul_ceiling("cpu", sizes=(128,)) == pytest.approx(max(rates) / 1e12)
 
 
 def test_bench_adds_up(config, data):

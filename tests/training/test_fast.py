@@ -18,10 +18,19 @@ from dale.models import create_model
 from dale.objectives import Objective
 from dale.perturbations import L2, Linf
 from dale.random import Key
-from dale.samplers import Chain, Langevin, pgd
+from dale.samplers import Chain, Langevin, Mixture, Sampler, fgsm, pgd
 from dale.training import SGD, Averaging, TrainState
 from dale.training.averaging import AveragedModel
-from dale.training.fast import COMPILERS, CapturedStep, FastStep, _limit_compilers, _restore, _snapshot, make_step
+from dale.training.fast import (
+    COMPILERS,
+    CapturedStep,
+    FastStep,
+    FilteredStep,
+    _limit_compilers,
+    _restore,
+    _snapshot,
+    make_step,
+)
 from dale.training.steps import PlainStep
 
 CPU = torch.device("cpu")
@@ -73,14 +82,17 @@ def test_perturbations_of_the_replica_agree_with_the_models(ball: Linf | L2) -> 
     assert float(((plain - fast).abs() > 1e-4).float().mean()) < 0.01
 
 
-def test_one_training_step_agrees_with_the_plain_one() -> None:
+@pytest.mark.parametrize("filtered", [True, False])
+def test_one_training_step_agrees_with_the_plain_one(filtered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU where Winograd's method pays, and on one where it does not."""
+    monkeypatch.setattr("dale.winograd.pays", lambda: filtered)
     objective = algorithms.pgd(Linf(epsilon=8 / 255), steps=3).for_run(10, 1)
     results = []
     for fast in ("off", "on"):
         model = network()
         step, line = make_step(model, objective, torch.float32, CPU, fast)  # type: ignore[arg-type]
         assert line == ""
-        assert isinstance(step, FastStep) is (fast == "on")
+        assert type(step) is (PlainStep if fast == "off" else FilteredStep if filtered else FastStep)
         state = state_of(model.train(), objective)
         step(state, batch(), random.key(0))
         results.append(state)
@@ -133,9 +145,16 @@ def test_the_replica_follows_the_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampler", [Chain(kernel=Langevin(noise_scale=0.01)), pgd(3)], ids=["langevin with noise", "pgd"]
+    "sampler",
+    [
+        Chain(kernel=Langevin(noise_scale=0.01)),
+        pgd(3),
+        Chain(start="away", steps=2),
+        Mixture(samplers=(pgd(2), fgsm(8 / 255))),
+    ],
+    ids=["langevin with noise", "pgd", "away", "mixture"],
 )
-def test_compiled_functions_and_a_key_on_the_device_change_nothing(sampler: Chain) -> None:
+def test_compiled_functions_and_a_key_on_the_device_change_nothing(sampler: Sampler) -> None:
     """What a captured step uses: traced whole, without a graph break, and with the key as a tensor."""
     model = create_model("convnet", channels=3, size=16, num_classes=10)
     replica = replicate(model, channels_last=True)

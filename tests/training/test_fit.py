@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -197,8 +198,18 @@ def test_bfloat16_that_the_processor_kills_is_refused_before_anything_is_written
 ) -> None:
     monkeypatch.setattr("dale.environment._BFLOAT16", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
     environment.require_bfloat16.cache_clear()
-    with pytest.raises(UsageError, match=r"ONEDNN_MAX_CPU_ISA=AVX512_CORE in the environment, or train in float32"):
+    with pytest.raises(UsageError, match="announces instructions for bfloat16 and refuses them; train in float32"):
         dale.fit(_linear(), _row(), data, out=tmp_path / "run", device="cpu", precision="bfloat16", **QUICK)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_that_validation_cannot_see_is_refused_where_each_has_a_limit(
+    data: dale.Dataset, tmp_path: Path
+) -> None:
+    some = replace(data, validation=data.validation.take((data.validation.labels != 3).nonzero()[:, 0]))
+    row = dale.algorithms.dale(dale.Linf(epsilon=0.1), rho=0.5, by="class")
+    with pytest.raises(UsageError, match=r"no validation example of class 3: .* raise validation_size"):
+        dale.fit(_linear(), row, some, out=tmp_path / "run", device="cpu", **QUICK)
     assert not (tmp_path / "run").exists()
 
 

@@ -13,7 +13,7 @@ from dale.benchmark.machine import matmul_ceiling, peak_memory, seconds_of, star
 from dale.benchmark.workload import MakeStep, Workload
 from dale.components import to_plain
 from dale.data import Dataset
-from dale.environment import environment, find_device
+from dale.environment import environment, find_device, kept_memory
 from dale.errors import UsageError, require
 from dale.files import finite
 from dale.training import RunConfig
@@ -122,7 +122,7 @@ def bench(
         raise UsageError("a benchmark chooses kernels by their speed; leave --deterministic out")
     place = find_device(device)
     training = config.training
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), kept_memory(place):
         found: list[Workload] = []
         start_memory(place)
         # from building the step to the end of the first: tracing, compiling, capturing

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 _SIZES = {"cuda": (4096, 8192, 16384), "cpu": (1024, 2048)}  # of square matrices; the best rate counts
 _ROUNDS = 3
@@ -34,24 +36,34 @@ def matmul_ceiling(
     """The best measured rate of a product of square matrices, in TFLOP/s: 2 n^3 operations over the seconds it takes.
 
     It is what the machine's own library reaches under today's clock and load, with float32 as strict, or as TF32, as
-    torch is set; no convolution runs faster.
+    torch is set; no convolution runs faster. On a CPU convolutions come from another library, which may have the faster
+    products: there a convolution of few pixels with many channels is tried too, and counts where it is the best.
     """
     device = torch.device(device)
+    source = torch.Generator(device).manual_seed(0)  # numbers that vary: a GPU's clock falls with their entropy
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=source).to(dtype)
+
     best = 0.0
     for size in sizes or _SIZES.get(device.type, _SIZES["cpu"]):
-        source = torch.Generator(device).manual_seed(0)  # numbers that vary: a GPU's clock falls with their entropy
-        first = torch.randn(size, size, device=device, generator=source).to(dtype)
-        second = torch.randn(size, size, device=device, generator=source).to(dtype)
-        out = torch.empty_like(first)
-
-        def product(first: torch.Tensor = first, second: torch.Tensor = second, out: torch.Tensor = out) -> None:
-            torch.mm(first, second, out=out)
-
-        once = max(seconds_of(product, device), 1e-9)  # a warm-up as well
-        repeat = max(1, min(50, int(0.05 / once)))
-        for _ in range(_ROUNDS):
-            best = max(best, 2 * size**3 / seconds_of(product, device, repeat) / 1e12)
+        first, second = numbers(size, size), numbers(size, size)
+        product = functools.partial(torch.mm, first, second, out=torch.empty_like(first))
+        best = max(best, _rate(product, 2 * size**3, device))
+    if device.type == "cpu":
+        x, weight = numbers(32, 256, 8, 8), numbers(256, 256, 3, 3)
+        x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
+        convolution = functools.partial(torch.conv2d, x, weight, padding=1)
+        with torch.no_grad():
+            best = max(best, _rate(convolution, 2 * 9 * x.numel() * len(weight), device))
     return best
+
+
+def _rate(function: Callable[[], object], operations: int, device: torch.device) -> float:
+    """The best rate of several rounds, in TFLOP/s."""
+    once = max(seconds_of(function, device), 1e-9)  # a warm-up as well
+    repeat = max(1, min(50, int(0.05 / once)))
+    return max(operations / seconds_of(function, device, repeat) / 1e12 for _ in range(_ROUNDS))
 
 
 def start_memory(device: torch.device) -> None:

@@ -43,7 +43,9 @@ class Workload:
             data.train, training.batch_size, seed=training.seed, augmentation=training.augmentation, device=device
         )
         batches = len(self.loader)
-        self.objective = config.build_objective().for_run(training.epochs * batches, training.epochs)
+        self.objective = config.build_objective().for_run(
+            training.epochs * batches, training.epochs, data.num_classes, data.num_groups
+        )
         self.line = ""
         if make is not None:
             self.step = make(self.model, self.objective, training.dtype, device)

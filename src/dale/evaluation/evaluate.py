@@ -20,7 +20,7 @@ from dale import random
 from dale.attacks import Attack, parse
 from dale.components import to_plain
 from dale.data import Dataset, Split
-from dale.environment import environment
+from dale.environment import environment, kept_memory
 from dale.errors import DaleError, UsageError, require, require_non_negative
 from dale.evaluation.alarms import blind_text, raise_alarms
 from dale.evaluation.curve import accuracy_curve, check_radii
@@ -86,7 +86,7 @@ def evaluate(
 
     with ExitStack() as stack:
         judged = float32_model(model, place)
-        for context in (evaluating(judged), frozen(judged), planned_kernels()):
+        for context in (evaluating(judged), frozen(judged), planned_kernels(), kept_memory(place)):
             stack.enter_context(context)
         size = min(batch_size or default_batch_size(judged, split.convert(split.images[:16])), len(split))
         session, notes = _session(judged, split, size, seed, strict)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dale import winograd
 from dale.batch import Batch
 from dale.constraints import Dual
 from dale.folding import Replica, replicate
@@ -24,7 +25,6 @@ from dale.objectives import Objective, Step
 from dale.random import Key
 from dale.training.state import TrainState
 from dale.training.steps import PlainStep
-from dale.winograd import MinimalFiltering
 
 Fast = Literal["auto", "on", "off"]
 WARMUP = 3  # steps before capture: they compile, choose kernels and allocate
@@ -49,11 +49,11 @@ class FastStep(PlainStep):
 
 
 class FilteredStep(FastStep):
-    """The fast path on a CPU: the replica, and wide convolutions of attack and training by Winograd's method."""
+    """The replica, and wide convolutions of attack and training by Winograd's method: on a CPU where that pays."""
 
     def lagrangian(self, state: TrainState, batch: Batch, delta: Tensor | None) -> Step:
         """Evaluate the Lagrangian on a batch, or a part of one."""
-        with MinimalFiltering():
+        with winograd.MinimalFiltering():
             return super().lagrangian(state, batch, delta)
 
 
@@ -215,12 +215,13 @@ def make_step(
         return plain, ""
     reason = _obstacle(objective)
     if reason is None:
+        filtered = device.type == "cpu" and dtype == torch.float32 and winograd.pays()
         # fused convolutions: 43.6 ms a step against 46.5 (H200, ResNet-18, batch 512)
-        replica = replicate(model, dtype=dtype, channels_last=True, minimal_filtering=device.type == "cpu")
+        replica = replicate(model, dtype=dtype, channels_last=True, minimal_filtering=filtered)
         if isinstance(replica, Replica):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             if device.type != "cuda":
-                return FilteredStep(objective, dtype, device, replica), ""
+                return (FilteredStep if filtered else FastStep)(objective, dtype, device, replica), ""
             torch.backends.cudnn.benchmark = True
             line = "fast path: capturing the step; where the run is long enough it is compiled first, in a minute or so"
             return CapturedStep(objective, dtype, device, replica, steps=None if fast == "on" else steps), line

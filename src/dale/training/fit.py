@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dale.components import import_path, to_plain
 from dale.data import Dataset, Loader
-from dale.environment import no_denormals, require_bfloat16
+from dale.environment import kept_memory, no_denormals, require_bfloat16
 from dale.errors import CheckpointError, UsageError, require, unknown
 from dale.files import finite, write_json
 from dale.objectives import Objective
@@ -84,7 +84,8 @@ def fit(
 
         distributed.first(enter)
         model.to(place)
-        for context in (torch.random.fork_rng(), _determinism(settings.deterministic), no_denormals()):
+        random_state, bits = torch.random.fork_rng(), _determinism(settings.deterministic)
+        for context in (random_state, bits, no_denormals(), kept_memory(place)):
             stack.enter_context(context)
         stack.enter_context(synchronised(model, settings.sync_batchnorm))
         loader = Loader(
@@ -96,7 +97,7 @@ def fit(
             rank=distributed.rank(),
             world_size=distributed.world_size(),
         )
-        filled = objective.for_run(settings.epochs * len(loader), settings.epochs)
+        filled = objective.for_run(settings.epochs * len(loader), settings.epochs, data.num_classes, data.num_groups)
         step, line = _step(model, filled, settings, loader, fast)
         average = None if settings.averaging is None else AveragedModel(model, settings.averaging)
         state = TrainState(
@@ -226,7 +227,7 @@ def _config(
 
 
 def _check(model: nn.Module, objective: Objective, data: Dataset) -> None:
-    """Refuse what could only fail later: a model whose outputs do not fit the labels."""
+    """Refuse what could only fail later: a model whose outputs do not fit the labels, a promise nobody could judge."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     image = next(iter(data.train.first(1).batches(1))).to(device)
     was = [(m, m.training) for m in model.modules()]
@@ -250,6 +251,15 @@ def _check(model: nn.Module, objective: Objective, data: Dataset) -> None:
         logits.shape[1] >= data.num_classes,
         f"the model has {logits.shape[1]} outputs, {data.name} has {data.num_classes} classes",
     )
+    for constraint in objective.constraints:
+        count = constraint.num_groups(data.num_classes, data.num_groups)
+        members = constraint.membership(data.validation.labels, data.validation.groups, count).sum(dim=0)
+        missing = (members == 0).nonzero().flatten().tolist()
+        require(
+            not missing,
+            f"no validation example of {constraint.by} {', '.join(map(str, missing))}: whether its limit is met could "
+            f"not be seen; raise validation_size, which is {len(data.validation)}",
+        )
 
 
 def free_folder(dataset: str, algorithm: str) -> Path:
