@@ -12,6 +12,7 @@ from dale.reproduction import BUDGETS, TABLES, Spec, recipes, rows_of
 from dale.reproduction.catalogue import TIMED
 from dale.reproduction.recipes import default_model, paper_attack
 from dale.training import SGD, Adadelta, Algorithm, Piecewise, RunConfig
+from dale.zoo import find
 
 CASES = [(table, dataset) for table, (datasets, _) in TABLES.items() for dataset in datasets]
 
@@ -103,6 +104,13 @@ def test_what_a_budget_gives_to_one_row_goes_to_no_other() -> None:
         assert isinstance(objective, Algorithm)
         assert objective.options.get("weight") == short.get(name, {}).get("weight")
         assert Spec("mnist", "convnet", name).row == name
+
+
+def test_a_budget_may_start_from_a_stored_model() -> None:
+    retuned, best = (Spec("cifar10", "resnet18", "dale", {"rho": 0.7}, budget) for budget in ("retuned", "best"))
+    assert retuned.config().model.init == "zoo:cifar10-resnet18-dale"
+    assert best.config().model.init is None
+    assert find(retuned.config().model.init).dataset == "cifar10"
 
 
 def test_an_unknown_data_set_or_budget_is_refused() -> None:

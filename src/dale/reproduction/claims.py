@@ -1,7 +1,7 @@
 """What the numbers say: the paper's claims as comparisons of results, each with a verdict that the numbers give.
 
 A difference of two accuracies counts when it exceeds two standard errors, each of the images or the seeds (the larger);
-otherwise the numbers do not decide.
+otherwise the numbers do not decide. Against the best of several, chosen by the same numbers, it takes more.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import NormalDist
 
 from dale.reproduction.catalogue import Row, rows_of
 from dale.reproduction.recipes import DATASETS, default_model, paper_attack, recipes
@@ -20,14 +21,13 @@ from dale.reproduction.tables import NAMES, percent
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim: the row `left`, (table, label), is above the row `right` under an attack, or not below it."""
+    """A claim: the row `left`, (table, label), is above the row `right` under an attack."""
 
     text: str
     dataset: str
     left: tuple[str, str]
     right: tuple[str, str]
     attack: str
-    expected: str = "above"
 
 
 def claims(dataset: str) -> list[Claim]:
@@ -37,61 +37,77 @@ def claims(dataset: str) -> list[Claim]:
         if dataset in plain.get("datasets", DATASETS):
             attack = paper_attack(dataset, "pgd") if plain["attack"] == "pgd" else plain["attack"]
             left, right = ((str(table), str(label)) for table, label in (plain["left"], plain["right"]))
-            found.append(Claim(plain["text"], dataset, left, right, attack, plain.get("expected", "above")))
+            found.append(Claim(plain["text"], dataset, left, right, attack))
     return found
 
 
-def measured(root: Path, dataset: str, place: tuple[str, str], attack: str, budget: str) -> Summary | None:
+@dataclass(frozen=True)
+class Side:
+    """The number behind one side of a claim, and how many rows it was chosen from, of how many there are."""
+
+    label: str
+    number: Summary | None
+    run: int = 1
+    rows: int = 1
+
+    def __str__(self) -> str:
+        part = f" ({self.run} of {self.rows} rows)" if 0 < self.run < self.rows else ""
+        return f"{self.label}{part}: {percent(self.number)}".replace("*", "\\*")
+
+
+def measured(root: Path, dataset: str, place: tuple[str, str], attack: str, budget: str) -> Side:
     """The number behind one side of a claim; "best" is the row of its table with the highest one."""
     table, label = place
     rows = rows_of(table, dataset)
     if label != "best":
         rows = [row for row in rows if row.label == label]
     found = [one for row in rows if (one := _number(root, dataset, row, attack, budget)) is not None]
-    if label == "best" and len(found) < len(rows):
-        return None  # the best of some is not the best
-    return max(found, key=lambda one: one.mean, default=None)
+    best = max(found, key=lambda one: one.mean, default=None)
+    return Side(f"best of {table}" if label == "best" else label, best, len(found), len(rows))
 
 
 def _number(root: Path, dataset: str, row: Row, attack: str, budget: str) -> Summary | None:
     return summarise(find_results(root, row.spec(dataset, default_model(dataset), budget, 0)), attack)
 
 
-def verdict(claim: Claim, left: Summary | None, right: Summary | None) -> str:
-    """Whether the claim holds: "holds", "does not hold", "not decided" or "not run"."""
-    if left is None or right is None:
+def verdict(left: Side, right: Side) -> str:
+    """Whether the left side is above the right one: "holds", "does not hold", "not decided" or "not run".
+
+    The best of some rows is no more than the best of all of them: on the right it can refute the claim, on the left
+    confirm it, and no more.
+    """
+    if left.number is None or right.number is None:
         return "not run"
-    difference, error = left.mean - right.mean, math.hypot(left.error, right.error)
-    if claim.expected == "not below":
-        return "does not hold" if difference < -2 * error else "holds"
-    if abs(difference) <= 2 * error:
-        return "not decided"
-    return "holds" if difference > 0 else "does not hold"
+    difference, error = left.number.mean - right.number.mean, math.hypot(left.number.error, right.number.error)
+    if difference < -_beyond(right) * error:
+        return "does not hold" if left.run == left.rows else "not run"
+    if difference > _beyond(left) * error:
+        return "holds" if right.run == right.rows else "not run"
+    return "not decided" if (left.run, right.run) == (left.rows, right.rows) else "not run"
+
+
+def _beyond(side: Side) -> float:
+    """The standard errors that count in its favour: two, or as many as the best of its rows exceeds no more often."""
+    return NormalDist().inv_cdf(1.0 - NormalDist().cdf(-2.0) / max(1, side.run))
 
 
 def claims_table(root: Path, dataset: str, budget: str) -> str:
     """The claims with their numbers and verdicts, as Markdown."""
     lines = ["| claim | attack | this | that | difference | verdict |", "|---|---|---:|---:|---:|---|"]
     for claim in claims(dataset):
-        left = measured(root, dataset, claim.left, claim.attack, budget)
-        right = measured(root, dataset, claim.right, claim.attack, budget)
+        left, right = (measured(root, dataset, one, claim.attack, budget) for one in (claim.left, claim.right))
         gap = "-"
-        if left is not None and right is not None:
-            error = math.hypot(left.error, right.error)
-            gap = f"{100 * (left.mean - right.mean):+.1f} (± {200 * error:.1f})"
+        if left.number is not None and right.number is not None:
+            error = math.hypot(left.number.error, right.number.error)
+            gap = f"{100 * (left.number.mean - right.number.mean):+.1f} (± {200 * error:.1f})"
         text = claim.text.replace("*", "\\*")
-        shown = (text, NAMES.get(claim.attack, claim.attack), _side(claim.left, left), _side(claim.right, right), gap)
-        lines.append(f"| {' | '.join(shown)} | {verdict(claim, left, right)} |")
+        shown = (text, NAMES.get(claim.attack, claim.attack), str(left), str(right), gap, verdict(left, right))
+        lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 
 
-def _side(place: tuple[str, str], found: Summary | None) -> str:
-    label = f"best of {place[0]}" if place[1] == "best" else place[1]
-    return f"{label}: {percent(found)}".replace("*", "\\*")
-
-
 def trend(points: Sequence[tuple[float, Summary]], rising: bool) -> str:
-    """Say whether a column is monotone in rho, up to noise: no step back beyond two standard errors."""
+    """Say whether a column is monotone in rho, up to noise: no step back beyond two standard errors, its ends apart."""
     if len(points) < 3:
         return f"not decided: {len(points)} values of rho were run"
     ordered = sorted(points, key=lambda point: point[0])
@@ -100,10 +116,13 @@ def trend(points: Sequence[tuple[float, Summary]], rising: bool) -> str:
         step = after.mean - before.mean if rising else before.mean - after.mean
         back += step < -2 * math.hypot(before.error, after.error)
     first, last = ordered[0][1].mean, ordered[-1][1].mean
+    noise = 2 * math.hypot(ordered[0][1].error, ordered[-1][1].error)
     word = "rises" if rising else "falls"
     through = f"from {100 * first:.1f} to {100 * last:.1f} over {len(ordered)} values of rho"
     if back or (last < first) == rising:
         return f"does not hold: {through}, with {back} step{'s' if back != 1 else ''} back beyond noise"
+    if abs(last - first) <= noise:
+        return f"not decided: {through}, which is within noise"
     return f"holds: it {word} {through}, with no step back beyond noise"
 
 

@@ -15,7 +15,7 @@ from dale.errors import unknown
 if TYPE_CHECKING:
     from dale.training.config import RunConfig
 
-BUDGETS = ("full", "short", "smoke", "best", "regularised", "long", "stepped", "robust")
+BUDGETS = ("full", "short", "smoke", "best", "regularised", "long", "robust", "retuned")
 DATASETS = ("mnist", "cifar10")
 # how an option is written in a file's name; those that are not here by their own names
 _SHORT = {"noise_scale": "noise", "dual_frequency": "dual", "dual_step_size": "eta", "step_size": "step"}
@@ -89,7 +89,7 @@ class Spec:
         training: Training = from_plain({**budget["training"], "seed": self.seed}, Training, where="recipes.yaml")
         return RunConfig(
             data=DataConfig(dataset=self.dataset, **data),
-            model=ModelConfig(name=self.model),
+            model=ModelConfig(name=self.model, init=budget.get("init")),
             objective=Algorithm(
                 name=self.algorithm,
                 perturbations=from_plain(base["set"], PerturbationSet, where="recipes.yaml"),

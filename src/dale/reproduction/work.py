@@ -78,7 +78,7 @@ def trained(spec: Spec, folder: Path, data: Dataset, device: str | None, progres
         if run.config != config:
             raise DaleError(f"{folder} was trained by another recipe; remove it, or choose another --runs")
         return run
-    model = create_model(config.model.name, data, seed=spec.seed)
+    model = create_model(config.model.name, data, seed=spec.seed, init=config.model.init)
     return fit(
         model,
         config.build_objective(),
