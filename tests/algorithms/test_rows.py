@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dale import algorithms, random
-from dale.algorithms import ROWS, build, find_row, options_of
+from dale.algorithms import ROWS, build, find_row, options_of, overlay
+from dale.algorithms.baselines import SAMPLING
 from dale.batch import Batch
 from dale.constraints import accuracy_limit, loss_limit
 from dale.errors import UsageError
@@ -274,6 +275,35 @@ def test_rows_that_need_a_set_say_so(name):
     options = {"rho": 0.1} if "rho" in options_of(ROWS[name]) else {}
     with pytest.raises(UsageError, match="needs a perturbation set"):
         build(name, None, **options)
+
+
+@pytest.mark.parametrize("name", [n for n, row in ROWS.items() if {*SAMPLING} & {*options_of(row)}])
+def test_what_a_row_makes_its_own_sampler_of_is_refused_beside_another(name: str) -> None:
+    valid = options_of(ROWS[name])
+    promise = {"rho": 0.1} if "rho" in valid else {}
+    values = {"start": "zero", "candidates": "uniform", "num_samples": 2, "steps": 5}
+    build(name, BALL, sampler=pgd(), **promise)  # alone it is taken
+    for option in [o for o in SAMPLING if o in valid]:
+        build(name, BALL, **promise, **{option: values.get(option, 0.1)})  # and so is the option
+        with pytest.raises(UsageError, match=f"{option} would do nothing beside a sampler"):
+            build(name, BALL, sampler=pgd(), **promise, **{option: values.get(option, 0.1)})
+
+
+def test_options_on_top_of_a_recipe_replace_what_they_are_given_instead_of() -> None:
+    usual = {"steps": 7, "step_size": 0.1, "noise_scale": 1e-3, "rho": 0.5, "tighten": False}
+    assert overlay(usual, {}) == usual
+    assert overlay(usual, {"steps": 3}) == usual | {"steps": 3}
+    assert overlay(usual, {"sampler": pgd()}) == {"rho": 0.5, "tighten": False, "sampler": pgd()}
+    assert overlay(usual, {"temperature": 0.1, "min_accuracy": 0.9}) == {
+        "steps": 7,
+        "step_size": 0.1,
+        "tighten": False,
+        "temperature": 0.1,
+        "min_accuracy": 0.9,
+    }
+    # what is given together stays together, for the row to judge
+    both = {"rho": 0.1, "min_accuracy": 0.9, "sampler": pgd(), "steps": 3}
+    assert overlay(usual, both) == {"tighten": False} | both
 
 
 def my_row(perturbations: PerturbationSet, *, strength: float = 2.0) -> Objective:

@@ -14,6 +14,7 @@ import dale
 from dale.algorithms import ROWS, options_of
 from dale.cli.options import ROW_OPTIONS, add_options, build_config, number, parse_value
 from dale.errors import UsageError
+from dale.samplers import Chain
 from dale.training import Algorithm, Averaging, Constant, Cosine, Training
 from dale.training.optimisers import SGD, AdamW
 from dale.training.recipes import default_config
@@ -84,6 +85,13 @@ def test_a_promise_in_one_currency_replaces_the_other() -> None:
     assert both == {"min_accuracy": 0.9, "rho": 0.3}
     objective = _config("--dataset", "mnist", "--temperature", "0.5").build_objective()
     assert objective.sampler is not None  # the recipe's noise scale gave way
+
+
+def test_a_sampler_replaces_the_settings_of_the_recipes_own() -> None:
+    chain = _config("--dataset", "mnist", "--sampler", "{type: Chain, steps: 3}")
+    assert chain.build_objective().sampler == Chain(steps=3)
+    with pytest.raises(UsageError, match="steps would do nothing beside a sampler"):
+        _config("--dataset", "mnist", "--sampler", "{type: Chain}", "--steps", "3").build_objective()
 
 
 def test_sets() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dale.algorithms.baselines import SAMPLING
 from dale.attacks import parse
 from dale.components import load_yaml
 from dale.errors import UsageError
@@ -11,6 +12,7 @@ from dale.perturbations import Linf
 from dale.reproduction import BUDGETS, TABLES, Spec, recipes, rows_of
 from dale.reproduction.catalogue import TIMED
 from dale.reproduction.recipes import default_model, paper_attack
+from dale.samplers import Chain, Mixture
 from dale.training import SGD, Adadelta, Algorithm, Piecewise, RunConfig
 from dale.zoo import find
 
@@ -111,6 +113,16 @@ def test_a_budget_may_start_from_a_stored_model() -> None:
     assert retuned.config().model.init == "zoo:cifar10-resnet18-dale"
     assert best.config().model.init is None
     assert find(retuned.config().model.init).dataset == "cifar10"
+
+
+def test_a_budget_may_bring_its_own_sampler() -> None:
+    mixed = Spec("mnist", "convnet-nodropout", "dale", {"rho": 0.05}, "mixed").config()
+    sampler = mixed.build_objective().sampler
+    assert isinstance(sampler, Mixture)
+    assert [part.steps for part in sampler.samplers if isinstance(part, Chain)] == [10, 1]
+    assert isinstance(mixed.objective, Algorithm)
+    assert not set(SAMPLING) & set(mixed.objective.options)  # the data set's own chain gave way
+    assert mixed.model.init == "zoo:mnist-convnet-dale"
 
 
 def test_an_unknown_data_set_or_budget_is_refused() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Literal, ParamSpec
 
 from dale.aggregators import Aggregator, CVaR, MaxOf, Tilted
 from dale.errors import require
@@ -15,6 +17,25 @@ from dale.samplers import pgd as pgd_chain
 from dale.samplers.chain import Start
 
 BatchNorm = Literal["joint", "separate"]
+Options = ParamSpec("Options")
+# what rows make a sampler of where none is given
+SAMPLING = ("steps", "step_size", "noise_scale", "temperature", "start", "num_samples", "candidates")
+
+
+def one_sampler(row: Callable[Options, Objective]) -> Callable[Options, Objective]:
+    """Refuse options of a row's own sampler beside a sampler that is given: they would do nothing."""
+
+    @functools.wraps(row)
+    def build(*args: Options.args, **options: Options.kwargs) -> Objective:
+        if options.get("sampler") is not None:
+            idle = [name for name in SAMPLING if name in options]
+            require(
+                not idle,
+                f"{', '.join(idle)} would do nothing beside a sampler that is given: say it there or leave sampler out",
+            )
+        return row(*args, **options)
+
+    return build
 
 
 def erm(perturbations: PerturbationSet | None = None, *, nominal_loss: Loss = CrossEntropy()) -> Objective:
@@ -41,6 +62,7 @@ def fgsm(perturbations: PerturbationSet, *, robust_loss: Loss = CrossEntropy()) 
     )
 
 
+@one_sampler
 def pgd(
     perturbations: PerturbationSet,
     *,
@@ -59,6 +81,7 @@ def pgd(
     )
 
 
+@one_sampler
 def clp(
     perturbations: PerturbationSet,
     *,
@@ -81,6 +104,7 @@ def clp(
     )
 
 
+@one_sampler
 def alp(
     perturbations: PerturbationSet,
     *,
@@ -102,6 +126,7 @@ def alp(
     )
 
 
+@one_sampler
 def trades(
     perturbations: PerturbationSet,
     *,
@@ -125,6 +150,7 @@ def trades(
     )
 
 
+@one_sampler
 def mart(
     perturbations: PerturbationSet,
     *,
@@ -158,11 +184,13 @@ def _of_k(
     )
 
 
+@one_sampler
 def worst_of_k(perturbations: PerturbationSet, *, num_samples: int = 10, sampler: Sampler | None = None) -> Objective:
     """The largest of K losses."""
     return _of_k("worst-of-k", perturbations, num_samples, sampler, MaxOf())
 
 
+@one_sampler
 def cvar(
     perturbations: PerturbationSet, *, beta: float = 0.2, num_samples: int = 10, sampler: Sampler | None = None
 ) -> Objective:
@@ -170,6 +198,7 @@ def cvar(
     return _of_k("cvar", perturbations, num_samples, sampler, CVaR(beta=beta))
 
 
+@one_sampler
 def term(
     perturbations: PerturbationSet, *, t: float = 2.0, num_samples: int = 10, sampler: Sampler | None = None
 ) -> Objective:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 from dale.aggregators import LambdaStar
-from dale.algorithms.baselines import BatchNorm
+from dale.algorithms.baselines import BatchNorm, one_sampler
 from dale.constraints import Constraint, accuracy_limit, loss_limit
 from dale.errors import require, unknown
 from dale.losses import KL, CrossEntropy, Loss
@@ -43,6 +43,7 @@ def _dale_loss(loss: DaleLoss) -> Loss:
     return choices[loss]
 
 
+@one_sampler
 def dale(
     perturbations: PerturbationSet,
     *,
@@ -90,6 +91,7 @@ def dale(
     )
 
 
+@one_sampler
 def dale_fixed(
     perturbations: PerturbationSet,
     *,
@@ -117,6 +119,7 @@ def dale_fixed(
     )
 
 
+@one_sampler
 def dale_optimal(
     perturbations: PerturbationSet,
     *,
@@ -156,7 +159,7 @@ def dale_optimal(
         kernel = Langevin(step_size=step_size, noise_scale=noise_scale)
         sampler = Chain(kernel=kernel, steps=steps, start=start, keep="all", burn_in=steps - num_samples)
     if gamma is None and norm_budget is None:
-        norm_budget = max(1.0, num_samples / 2)
+        norm_budget = max(1.0, sampler.num_draws / 2)
     return Objective(
         name="dale-optimal",
         perturbations=perturbations,

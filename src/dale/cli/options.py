@@ -161,7 +161,7 @@ def _with_objective(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     """Apply the options of the algorithm."""
     from dataclasses import replace
 
-    from dale.algorithms import find_row, options_of
+    from dale.algorithms import find_row, options_of, overlay
     from dale.training.config import Algorithm
     from dale.training.recipes import with_algorithm
 
@@ -187,12 +187,8 @@ def _with_objective(config: RunConfig, args: argparse.Namespace) -> RunConfig:
         if name not in valid:
             written = [f"--{option.replace('_', '-')}" for option in (name, *valid)]
             raise unknown(f"option of algorithm {objective.name!r}", written[0], written[1:])
-    merged = objective.options | options
-    # a promise in one currency replaces the recipe's in the other
-    for mine, other in (("rho", "min_accuracy"), ("min_accuracy", "rho"), ("temperature", "noise_scale")):
-        if mine in options and other not in options:
-            merged.pop(other, None)
     perturbations = _perturbations(objective.perturbations, args)
+    merged = overlay(objective.options, options)
     return replace(config, objective=replace(objective, perturbations=perturbations, options=merged))
 
 

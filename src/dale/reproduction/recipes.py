@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from importlib import resources
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from dale.components import parse_yaml
@@ -15,7 +16,7 @@ from dale.errors import unknown
 if TYPE_CHECKING:
     from dale.training.config import RunConfig
 
-BUDGETS = ("full", "short", "smoke", "best", "regularised", "long", "robust", "retuned")
+BUDGETS = ("full", "short", "smoke", "best", "mixed", "regularised", "long", "robust", "retuned")
 DATASETS = ("mnist", "cifar10")
 # how an option is written in a file's name; those that are not here by their own names
 _SHORT = {"noise_scale": "noise", "dual_frequency": "dual", "dual_step_size": "eta", "step_size": "step"}
@@ -49,7 +50,7 @@ class Spec:
     @property
     def row(self) -> str:
         """What sets the row apart, as in a file's name: "dale-rho0.8-steps5". The recipe's own values are left out."""
-        usual = self._usual()
+        usual = dict(chain.from_iterable(layer.items() for layer in self._layers()))
         parts = [self.algorithm]
         for name, value in self.options.items():
             if name not in usual or usual[name] != value:
@@ -57,11 +58,11 @@ class Spec:
                 parts.append(f"{_SHORT.get(name, name)}{'' if text[:1].isdigit() else '-'}{text}")
         return "-".join(parts)
 
-    def _usual(self) -> dict[str, Any]:
-        """The recipe's options: of the data set, of the budget, and of the budget for this row."""
+    def _layers(self) -> list[Mapping[str, Any]]:
+        """The recipe's options, one on top of the other: of the data set, of the budget, of the budget for this row."""
         budget = _budget(self)
-        by_row = (budget.get("rows") or {}).get(self.algorithm) or {}
-        return {**recipes()[self.dataset]["options"], **(budget.get("options") or {}), **by_row}
+        by_row = (budget.get("rows") or {}).get(self.algorithm)
+        return [recipes()[self.dataset]["options"], budget.get("options") or {}, by_row or {}]
 
     @property
     def slug(self) -> str:
@@ -75,7 +76,7 @@ class Spec:
 
     def config(self) -> RunConfig:
         """The configuration of the run."""
-        from dale.algorithms import find_row, options_of
+        from dale.algorithms import find_row, options_of, overlay
         from dale.components import from_plain
         from dale.perturbations import PerturbationSet
         from dale.training.config import Algorithm, DataConfig, ModelConfig, RunConfig, Training
@@ -83,8 +84,9 @@ class Spec:
         base, budget = recipes()[self.dataset], _budget(self)
         taken = options_of(find_row(self.algorithm))
         by_rho = (budget.get("by_rho") or {}).get(self.options.get("rho")) or {}
-        usual = {**self._usual(), **by_rho}
-        options = {name: value for name, value in usual.items() if name in taken} | dict(self.options)
+        usual = [{k: v for k, v in layer.items() if k in taken} for layer in (*self._layers(), by_rho)]
+        nothing: dict[str, Any] = {}
+        options = reduce(overlay, (*usual, self.options), nothing)
         data = {**base["data"], **(budget.get("data") or {})}
         training: Training = from_plain({**budget["training"], "seed": self.seed}, Training, where="recipes.yaml")
         return RunConfig(
