@@ -18,7 +18,7 @@ from dale.errors import UsageError
 from dale.losses import CrossEntropy, Margin
 from dale.objectives import Objective
 from dale.perturbations import Linf, PerturbationSet, Rotation
-from dale.samplers import Chain, GaussianNoise, Langevin, fgsm, pgd
+from dale.samplers import Chain, GaussianNoise, Langevin, UniformNoise, fgsm, pgd
 
 EPSILON = 0.1
 BALL = Linf(epsilon=EPSILON)
@@ -304,6 +304,16 @@ def test_options_on_top_of_a_recipe_replace_what_they_are_given_instead_of() -> 
     # what is given together stays together, for the row to judge
     both = {"rho": 0.1, "min_accuracy": 0.9, "sampler": pgd(), "steps": 3}
     assert overlay(usual, both) == {"tighten": False} | both
+    assert overlay({"norm_budget": 2.0}, {"gamma": 0.1}) == {"gamma": 0.1}
+    assert overlay(usual, {"candidates": "chain"}) == usual | {"candidates": "chain"}
+    assert overlay(usual, {"candidates": "uniform"}) == {"rho": 0.5, "tighten": False, "candidates": "uniform"}
+
+
+def test_a_chain_is_refused_where_candidates_are_uniform() -> None:
+    row = build("dale-optimal", BALL, rho=0.1, candidates="uniform", num_samples=3)
+    assert row.sampler == UniformNoise(num_samples=3)
+    with pytest.raises(UsageError, match="steps, start would do nothing beside candidates='uniform'"):
+        build("dale-optimal", BALL, rho=0.1, candidates="uniform", steps=5, start="zero")
 
 
 def my_row(perturbations: PerturbationSet, *, strength: float = 2.0) -> Objective:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from dale.errors import UsageError
 from dale.losses import KL, CrossEntropy, Margin
 from dale.objectives import Objective
 from dale.perturbations import Linf
-from dale.samplers import GaussianNoise, Mixture, UniformNoise, fgsm, langevin, pgd
+from dale.samplers import CutoutNoise, GaussianNoise, Mixture, UniformNoise, fgsm, langevin, pgd
 from dale.samplers.base import Problem
 
 BALL = Linf(epsilon=0.1)
@@ -68,10 +70,15 @@ def test_what_cannot_be_mixed_is_refused():
         Mixture(samplers=(pgd(3), fgsm(0.1)), shares=(1.0, 0.0))
     with pytest.raises(UsageError, match=r"draw equally often, got \[1, 2\] draws"):
         Mixture(samplers=(pgd(3), UniformNoise(num_samples=2)))
+    with pytest.raises(UsageError, match=r"the mixture's, 'eval', got \['train', 'eval'\]"):
+        Mixture(samplers=(replace(pgd(3), mode="train"), pgd(2)))
+    assert Mixture(samplers=(replace(pgd(3), mode="train"),) * 2, mode="train").mode == "train"
+    with pytest.raises(UsageError, match=r"or none does, got free=\[False, True\]"):
+        Mixture(samplers=(UniformNoise(), GaussianNoise(std=0.1)))
 
 
 def test_properties_are_those_of_the_parts():
-    noise = Mixture(samplers=(UniformNoise(num_samples=2), GaussianNoise(std=0.1, num_samples=2)))
+    noise = Mixture(samplers=(CutoutNoise(size=2, num_samples=2), GaussianNoise(std=0.1, num_samples=2)))
     assert (noise.free, noise.needs_loss, noise.log, noise.num_draws) == (True, False, False, 2)
     with pytest.raises(UsageError, match="Margin can be negative"):
         Objective(

@@ -27,7 +27,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dale.algorithms.baselines import SAMPLING, alp, augment, clp, cvar, erm, fgsm, mart, pgd, term, trades, worst_of_k
+from dale.algorithms.baselines import alp, augment, clp, cvar, erm, fgsm, idle, mart, pgd, term, trades, worst_of_k
 from dale.algorithms.constrained import dale, dale_fixed, dale_optimal
 from dale.components import import_object, is_import_path
 from dale.errors import UsageError, unknown
@@ -84,14 +84,17 @@ _INSTEAD = {
     "min_accuracy": ("rho",),
     "temperature": ("noise_scale",),
     "noise_scale": ("temperature",),
-    "sampler": SAMPLING,
+    "gamma": ("norm_budget",),
+    "norm_budget": ("gamma",),
 }
 
 
 def overlay(usual: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a recipe with others on top, which also replace what they are given instead of."""
     replaced = {name for one in given for name in _INSTEAD.get(one, ())}
-    return {name: value for name, value in usual.items() if name not in replaced} | dict(given)
+    merged = {name: value for name, value in usual.items() if name not in replaced} | dict(given)
+    done = {*idle(merged)} - given.keys()
+    return {name: value for name, value in merged.items() if name not in done}
 
 
 def build(name: str, perturbations: PerturbationSet | None, /, **options: Any) -> Objective:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Literal, ParamSpec
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, ParamSpec
 
 from dale.aggregators import Aggregator, CVaR, MaxOf, Tilted
 from dale.errors import require
@@ -18,21 +18,28 @@ from dale.samplers.chain import Start
 
 BatchNorm = Literal["joint", "separate"]
 Options = ParamSpec("Options")
-# what rows make a sampler of where none is given
-SAMPLING = ("steps", "step_size", "noise_scale", "temperature", "start", "num_samples", "candidates")
+CHAIN = ("steps", "step_size", "noise_scale", "temperature", "start")
+SAMPLING = (*CHAIN, "num_samples", "candidates")  # what rows make a sampler of where none is given
+
+
+def idle(options: Mapping[str, Any]) -> list[str]:
+    """Those options of a row that others of them leave nothing to do."""
+    names: tuple[str, ...] = ()
+    if options.get("sampler") is not None:
+        names = SAMPLING
+    elif options.get("candidates") == "uniform":
+        names = CHAIN
+    return [name for name in names if options.get(name) is not None]
 
 
 def one_sampler(row: Callable[Options, Objective]) -> Callable[Options, Objective]:
-    """Refuse options of a row's own sampler beside a sampler that is given: they would do nothing."""
+    """Refuse options of a row's own sampler beside a sampler that is given, and of a chain where there is none."""
 
     @functools.wraps(row)
     def build(*args: Options.args, **options: Options.kwargs) -> Objective:
-        if options.get("sampler") is not None:
-            idle = [name for name in SAMPLING if name in options]
-            require(
-                not idle,
-                f"{', '.join(idle)} would do nothing beside a sampler that is given: say it there or leave sampler out",
-            )
+        names = ", ".join(idle(options))
+        other = "candidates='uniform'" if options.get("sampler") is None else "a sampler that is given"
+        require(not names, f"{names} would do nothing beside {other}: leave one or the other out")
         return row(*args, **options)
 
     return build

@@ -154,7 +154,7 @@ class Chain(Sampler):
     gradient vanishes at zero; `away`, the same plus start_scale along the steepest ascent of the label's cross-entropy,
     for one gradient more (where the noise still leads back it is turned round); or `uniform` on Delta. A divergence
     from the clean prediction grows to both sides of the image, and a random start leads half of the chains to the side
-    where the model gets surer; `away` leads them to the other. `climb_log`: the potential is the logarithm of the loss.
+    where the label gets likelier; `away` leads them to the other. `climb_log`: the potential is the log of the loss.
     `keep`: the `last` state of each chain, or every state after `burn_in` steps (`all`), K = num_chains * (steps -
     burn_in) perturbations per example, chain after chain.
     """
@@ -203,9 +203,9 @@ class Chain(Sampler):
         gradient = problem.away_from_label()
         step = self.start_scale * problem.perturbations.steepest(gradient)
         # in l1 and l2 the step is no longer than the noise: where that leads back, the noise is turned round
-        along = ((delta + step) * gradient).flatten(1).sum(dim=1) >= 0.0
-        turned = torch.where(along.view(-1, *[1] * (delta.dim() - 1)), delta, -delta)
-        return problem.project(turned + step)
+        one, other = problem.project(step + delta), problem.project(step - delta)
+        along = (one * gradient).flatten(1).sum(dim=1) >= 0.0
+        return torch.where(along.view(-1, *[1] * (delta.dim() - 1)), one, other)
 
     def _drawn(self, problem: Problem, key: Key) -> Tensor:
         if self.start == "zero":

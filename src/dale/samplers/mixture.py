@@ -19,8 +19,8 @@ class Mixture(Sampler):
     """lambda = sum over m of s_m lambda_m, with shares s (equal ones unless given; they need not add up to 1).
 
     All samplers draw for all examples, and each example takes the draws of one of them: a mixture costs the sum of its
-    parts. They have the same number of draws and climb one loss, each it or its logarithm as it does alone; the model's
-    mode is the mixture's. What must withstand strong attacks and weak ones alike is trained on both:
+    parts. They have the same number of draws, mode and support (`free`) and climb one loss, each it or its logarithm as
+    it does alone. What must withstand strong attacks and weak ones alike is trained on both:
     `Mixture(samplers=(pgd(20), fgsm(0.3)), shares=(0.7, 0.3))`.
     """
 
@@ -36,13 +36,17 @@ class Mixture(Sampler):
         )
         for number, share in enumerate(self.shares):
             require_positive(self, **{f"shares[{number}]": share})
+        modes = [sampler.mode for sampler in self.samplers]
+        require(set(modes) == {self.mode}, f"Mixture: the model's mode is the mixture's, {self.mode!r}, got {modes}")
+        free = [sampler.free for sampler in self.samplers]
+        require(len(set(free)) == 1, f"Mixture: all samplers stay in the set or none does, got free={free}")
         draws = [sampler.num_draws for sampler in self.samplers]
         require(len(set(draws)) == 1, f"Mixture: the samplers draw equally often, got {draws} draws per example")
 
     @property
     def free(self) -> bool:
-        """Whether draws of any part may leave the set."""
-        return any(sampler.free for sampler in self.samplers)
+        """Whether draws may leave the set, the same for all parts."""
+        return self.samplers[0].free
 
     @property
     def num_draws(self) -> int:
