@@ -79,6 +79,24 @@ def test_memory_is_used_again_inside_and_given_back_at_the_end() -> None:
     assert _held() < before + 2**25
 
 
+def test_a_c_library_that_refuses_so_much_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused without another word, the threshold would stay where a new process has it, 4 MiB tensors above it."""
+    taken: dict[int, int] = {}
+
+    class Library:
+        def mallopt(self, option: int, value: int) -> int:
+            if option == environment._MMAP_THRESHOLD and value > 2**25:
+                return 0
+            taken[option] = value
+            return 1
+
+        def malloc_trim(self, _: int) -> None: ...
+
+    monkeypatch.setattr(environment, "_glibc", Library)
+    with environment.kept_memory(torch.device("cpu")):
+        assert taken == {environment._MMAP_THRESHOLD: 2**25, environment._TRIM_THRESHOLD: 2**31 - 1}
+
+
 def test_memory_is_left_alone_where_tensors_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_glibc", lambda: pytest.fail("asked for the C library"))
     with environment.kept_memory(torch.device("meta")):

@@ -125,7 +125,8 @@ def kept_memory(device: torch.device) -> Iterator[None]:
         yield
         return
     if _KeptMemory.depth == 0:
-        library.mallopt(_MMAP_THRESHOLD, 2**30)
+        if not library.mallopt(_MMAP_THRESHOLD, 2**30):  # as older versions answer, which take no more than this:
+            library.mallopt(_MMAP_THRESHOLD, 2**25)
         library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     _KeptMemory.depth += 1
     try:

@@ -112,8 +112,8 @@ class Objective(Component):
     ) -> Objective:
         """Return the objective with dual step sizes that were left open filled in for a run of this length.
 
-        A multiplier of one group of G moves along a mean over the whole batch, of which a G-th is the group's: its
-        steps are G times as long.
+        A multiplier of one group of G moves along a mean over the whole batch, of which the group has a share, a G-th
+        if all are alike: its steps are G times as long, and the multiplier of a small group moves less far.
         """
         filled = []
         for constraint in self.constraints:

@@ -102,6 +102,18 @@ def test_one_training_step_agrees_with_the_plain_one(filtered: bool, monkeypatch
         assert torch.allclose(mine, theirs, atol=2e-3 * max(1.0, float(theirs.detach().abs().max())))
 
 
+def test_a_run_that_promises_its_bits_tries_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock would decide between two ways to compute that agree to rounding only."""
+    monkeypatch.setattr("dale.winograd.pays", lambda: pytest.fail("looked at the clock"))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # which it sets
+    objective = algorithms.pgd(Linf(epsilon=8 / 255), steps=1)
+    step, _ = make_step(network(), objective, torch.float32, CPU, "on", 10, by_trial=False)
+    assert type(step) is FastStep
+    captured, _ = make_step(network(), objective, torch.float32, torch.device("cuda"), "auto", 10, by_trial=False)
+    assert isinstance(captured, CapturedStep)
+    assert captured.steps is None
+
+
 @pytest.mark.parametrize(("fast", "steps"), [("auto", 10), ("on", None)])
 def test_asked_for_the_fast_path_is_compiled_however_short_the_run(
     fast: Literal["auto", "on"], steps: int | None, monkeypatch: pytest.MonkeyPatch

@@ -122,7 +122,7 @@ def test_batches_go_through_the_compiler_of_the_step(
             self.compiler = compiler
             super().__call__(*arguments)
 
-    def make_step(model: nn.Module, *arguments: Any) -> tuple[PlainStep, str]:
+    def make_step(model: nn.Module, *arguments: Any, by_trial: bool) -> tuple[PlainStep, str]:
         return Deciding(*arguments[:3]), ""
 
     options = QUICK | {"augmentation": (RandomCrop(padding=1),)}
@@ -211,6 +211,18 @@ def test_a_class_that_validation_cannot_see_is_refused_where_each_has_a_limit(
     with pytest.raises(UsageError, match=r"no validation example of class 3: .* raise validation_size"):
         dale.fit(_linear(), row, some, out=tmp_path / "run", device="cpu", **QUICK)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_class_that_the_data_do_not_have_has_no_limit_to_meet(data: dale.Dataset, tmp_path: Path) -> None:
+    parts = {
+        name: part.take((part.labels != 3).nonzero()[:, 0])
+        for name, part in (("train", data.train), ("validation", data.validation))
+    }
+    row = dale.algorithms.dale(dale.Linf(epsilon=0.1), rho=3.0, by="class")
+    run = dale.fit(_linear(), row, replace(data, **parts), out=tmp_path / "run", device="cpu", **QUICK)
+    (multipliers,) = run.summary["multipliers"]
+    assert multipliers[3] == row.constraints[0].initial  # nothing moved it
+    assert all(0.0 <= value < multipliers[3] for place, value in enumerate(multipliers) if place != 3)
 
 
 def test_unknown_options_are_named(data: dale.Dataset, tmp_path: Path) -> None:

@@ -86,7 +86,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--augmentation", metavar="LIST", help="such as [RandomCrop, RandomFlip]; [] for none")
     train.add_argument("--precision", metavar="NAME", help="float32 or bfloat16")
     train.add_argument("--seed", metavar="N", type=int, help="seed of the run")
-    train.add_argument("--deterministic", action="store_true", default=None, help="the same bits on a GPU too")
+    train.add_argument(
+        "--deterministic", action="store_true", default=None, help="the same bits on a GPU and with --fast on too"
+    )
     train.add_argument("--validate-every", metavar="N", type=int, help="epochs between two validations")
     train.add_argument("--validation-steps", metavar="N", type=int, help="PGD steps of a validation")
     train.add_argument("--validation-examples", metavar="N", type=int, help="held-out images attacked per validation")

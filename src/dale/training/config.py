@@ -81,9 +81,10 @@ class Algorithm(Component):
 class Training(Component):
     """How to train: everything but data, model and objective.
 
-    `deterministic` promises the same bits on a GPU as well; on a CPU they are promised anyway. `accumulate` works
-    through a batch in so many parts where the whole does not fit: the same gradient, and one dual ascent, for models
-    without BatchNorm. `sync_batchnorm`: under torchrun, BatchNorm sees the batch of all processes.
+    `deterministic` promises the same bits on a GPU as well, and with the fast path on a CPU, which otherwise tries out
+    what pays there; on a CPU's plain path they are promised anyway. `accumulate` works through a batch in so many parts
+    where the whole does not fit: the same gradient, and one dual ascent, for models without BatchNorm.
+    `sync_batchnorm`: under torchrun, BatchNorm sees the batch of all processes.
     """
 
     epochs: int = 40

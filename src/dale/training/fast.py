@@ -208,14 +208,19 @@ def make_step(
     device: torch.device,
     fast: Fast,
     steps: int | None = None,
+    *,
+    by_trial: bool = True,
 ) -> tuple[PlainStep, str]:
-    """Return the step for a run and a line that says which path it is and why; `steps`: of the whole run."""
+    """Return the step for a run and a line that says which path it is and why; `steps`: of the whole run.
+
+    `by_trial`: what pays may be tried out by the clock; a run that promises its bits may not.
+    """
     plain = PlainStep(objective, dtype, device)
     if fast == "off":
         return plain, ""
     reason = _obstacle(objective)
     if reason is None:
-        filtered = device.type == "cpu" and dtype == torch.float32 and winograd.pays()
+        filtered = by_trial and device.type == "cpu" and dtype == torch.float32 and winograd.pays()
         # fused convolutions: 43.6 ms a step against 46.5 (H200, ResNet-18, batch 512)
         replica = replicate(model, dtype=dtype, channels_last=True, minimal_filtering=filtered)
         if isinstance(replica, Replica):
@@ -224,7 +229,8 @@ def make_step(
                 return (FilteredStep if filtered else FastStep)(objective, dtype, device, replica), ""
             torch.backends.cudnn.benchmark = True
             line = "fast path: capturing the step; where the run is long enough it is compiled first, in a minute or so"
-            return CapturedStep(objective, dtype, device, replica, steps=None if fast == "on" else steps), line
+            run = steps if by_trial and fast == "auto" else None
+            return CapturedStep(objective, dtype, device, replica, steps=run), line
         reason = replica
     return plain, f"fast path off: {reason}" if fast == "on" or device.type == "cuda" else ""
 

@@ -149,9 +149,8 @@ def _step(
     else:
         # on a CPU, where the plain path's bits are promised, the fast one is taken only when asked for
         chosen: Fast = "off" if fast == "auto" and place.type == "cpu" else fast
-        # a run that promises its bits may not choose by the clock how it computes them
-        steps = None if settings.deterministic else len(loader) * settings.epochs
-        step, line = make_step(model, objective, settings.dtype, place, chosen, steps)
+        steps, by_trial = len(loader) * settings.epochs, not settings.deterministic
+        step, line = make_step(model, objective, settings.dtype, place, chosen, steps, by_trial=by_trial)
     step.accumulate = settings.accumulate
     step.weight_perturbation = settings.weight_perturbation
     return step, line
@@ -253,8 +252,10 @@ def _check(model: nn.Module, objective: Objective, data: Dataset) -> None:
     )
     for constraint in objective.constraints:
         count = constraint.num_groups(data.num_classes, data.num_groups)
-        members = constraint.membership(data.validation.labels, data.validation.groups, count).sum(dim=0)
-        missing = (members == 0).nonzero().flatten().tolist()
+        trained, held_out = (
+            constraint.membership(part.labels, part.groups, count).any(dim=0) for part in (data.train, data.validation)
+        )
+        missing = (trained & ~held_out).nonzero().flatten().tolist()
         require(
             not missing,
             f"no validation example of {constraint.by} {', '.join(map(str, missing))}: whether its limit is met could "
