@@ -56,6 +56,8 @@ def test_training_starts_from_a_stored_model(run, tmp_path, monkeypatch) -> None
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
     with pytest.raises(CheckpointError, match="does not belong to this model"):
         dale.create_model("resnet18", data, init="zoo:digits-dale")
+    with pytest.raises(UsageError, match="has activation 'relu'; the model that is to start from it has 'silu'"):
+        dale.create_model("convnet", data, activation="silu", init="zoo:digits-dale")
     with pytest.raises(UsageError, match="did you mean 'digits-dale'"):
         dale.create_model("convnet", data, init="zoo:digit-dale")
 
@@ -98,6 +100,8 @@ def test_what_is_not_there_gets_one_clear_line(run, tmp_path, monkeypatch) -> No
     [
         ({"format": 9}, "does not describe a stored model"),
         ({"weights": ["../x.safetensors"]}, "without a path"),
+        ({"weights": []}, r"a list of files beside it, .* got \[\]"),
+        ({"weights": "m.safetensors"}, "a list of files beside it"),
         ({"weights": ["gone.safetensors"]}, "cannot read the weights"),
         ({"image_shape": [1, 8]}, "damaged"),
         ({"image_shape": [3, 8, 8]}, "does not belong to this model"),

@@ -101,7 +101,12 @@ def create_model(
     with _seeded(seed):
         model = build()
     if isinstance(init, str) and init.startswith(PREFIX):
-        find(init).load_into(model)
+        entry = find(init)
+        require(
+            name not in _BUILDERS or activation == entry.activation,
+            f"{init} has activation {entry.activation!r}; the model that is to start from it has {activation!r}",
+        )
+        entry.load_into(model)
     elif init is not None:
         load_weights(model, init)
     # remembered so that a run folder can say which model it holds

@@ -39,6 +39,11 @@ class Entry:
         return str(self.plain["dataset"])
 
     @property
+    def activation(self) -> str:
+        """The activation of its network, which no shape of a weight tells."""
+        return str(self.plain.get("activation"))
+
+    @property
     def rho(self) -> float | None:
         """The limit on its nominal loss."""
         found = self.plain.get("rho")
@@ -73,7 +78,7 @@ class Entry:
             model = create_model(
                 str(self.plain["model"]),
                 _Shape((channels, height, width), int(self.plain["num_classes"]), self.dataset),
-                activation=str(self.plain["activation"]),
+                activation=self.activation,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self.path}: its description of the model is damaged: {error}") from error
@@ -117,10 +122,11 @@ def find(name: str, place: Path | None = None) -> Entry:
 
 def _read(path: Path) -> Entry:
     plain = read_json(path)
-    if not isinstance(plain, dict) or plain.get("format") != FORMAT or not isinstance(plain.get("weights"), list):
+    if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         raise CheckpointError(f"{path} does not describe a stored model, format {FORMAT}")
-    if any(not isinstance(name, str) or Path(name).name != name for name in plain["weights"]):
-        raise CheckpointError(f"{path}: its weights lie beside it, under names without a path")
+    names = plain.get("weights")
+    if not isinstance(names, list) or not names or any(not isinstance(n, str) or Path(n).name != n for n in names):
+        raise CheckpointError(f"{path}: its weights are a list of files beside it, names without a path, got {names!r}")
     return Entry(path, plain)
 
 
