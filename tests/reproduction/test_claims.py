@@ -90,4 +90,7 @@ def test_trends() -> None:
     assert trend(broken, rising=False).endswith("with 1 step back beyond noise")
     flat = [(rho, number(0.5 + 0.0002 * place)) for place, rho in enumerate((0.1, 0.5, 1.0))]
     assert trend(flat, rising=True) == "not decided: from 50.0 to 50.0 over 3 values of rho, which is within noise"
+    assert "within noise" in trend(flat, rising=False)  # to either side
+    level = [(rho, number(0.5)) for rho in (0.1, 0.5, 1.0)]
+    assert trend(level, rising=False) == trend(flat, rising=True)
     assert trend(points[:2], rising=False) == "not decided: 2 values of rho were run"

@@ -78,17 +78,24 @@ def verdict(left: Side, right: Side) -> str:
     """
     if left.number is None or right.number is None:
         return "not run"
-    difference, error = left.number.mean - right.number.mean, math.hypot(left.number.error, right.number.error)
-    if difference < -_beyond(right) * error:
+    difference, noise = _difference(left, left.number, right, right.number)
+    if difference < -noise:
         return "does not hold" if left.run == left.rows else "not run"
-    if difference > _beyond(left) * error:
+    if difference > noise:
         return "holds" if right.run == right.rows else "not run"
     return "not decided" if (left.run, right.run) == (left.rows, right.rows) else "not run"
 
 
-def _beyond(side: Side) -> float:
-    """The standard errors that count in its favour: two, or as many as the best of its rows exceeds no more often."""
-    return NormalDist().inv_cdf(1.0 - NormalDist().cdf(-2.0) / max(1, side.run))
+def _difference(left: Side, one: Summary, right: Side, other: Summary) -> tuple[float, float]:
+    """The difference of two sides, and what it must exceed to count in favour of the larger.
+
+    That is two standard errors, or as many as the best of the larger side's rows exceeds no more often.
+    """
+    difference = one.mean - other.mean
+    chosen_from = max(1, (left if difference > 0.0 else right).run)
+    return difference, NormalDist().inv_cdf(1.0 - NormalDist().cdf(-2.0) / chosen_from) * math.hypot(
+        one.error, other.error
+    )
 
 
 def claims_table(root: Path, dataset: str, budget: str) -> str:
@@ -98,8 +105,8 @@ def claims_table(root: Path, dataset: str, budget: str) -> str:
         left, right = (measured(root, dataset, one, claim.attack, budget) for one in (claim.left, claim.right))
         gap = "-"
         if left.number is not None and right.number is not None:
-            error = math.hypot(left.number.error, right.number.error)
-            gap = f"{100 * (left.number.mean - right.number.mean):+.1f} (± {200 * error:.1f})"
+            difference, noise = _difference(left, left.number, right, right.number)
+            gap = f"{100 * difference:+.1f} (± {100 * noise:.1f})"
         text = claim.text.replace("*", "\\*")
         shown = (text, NAMES.get(claim.attack, claim.attack), str(left), str(right), gap, verdict(left, right))
         lines.append(f"| {' | '.join(shown)} |")
@@ -119,10 +126,12 @@ def trend(points: Sequence[tuple[float, Summary]], rising: bool) -> str:
     noise = 2 * math.hypot(ordered[0][1].error, ordered[-1][1].error)
     word = "rises" if rising else "falls"
     through = f"from {100 * first:.1f} to {100 * last:.1f} over {len(ordered)} values of rho"
-    if back or (last < first) == rising:
+    if back:
         return f"does not hold: {through}, with {back} step{'s' if back != 1 else ''} back beyond noise"
     if abs(last - first) <= noise:
         return f"not decided: {through}, which is within noise"
+    if (last < first) == rising:
+        return f"does not hold: {through}"
     return f"holds: it {word} {through}, with no step back beyond noise"
 
 
