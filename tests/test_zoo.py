@@ -117,7 +117,8 @@ def test_a_damaged_entry_is_refused(run, tmp_path, change, line) -> None:
 def test_published_numbers_are_those_of_the_stored_weights(run, tmp_path) -> None:
     said: list[str] = []
     parts = (Part(10, ("fgsm",), strict=True), Part(20, ("fgsm",)), Part(10, ("pgd2",)))
-    entry = publish(run.path, "m", tmp_path, device="cpu", parts=parts, say=said.append)
+    work = tmp_path / "work"
+    entry = publish("m", tmp_path, work, run=run.path, device="cpu", parts=parts, say=said.append)
     assert [(part["n"], set(part["accuracies"])) for part in entry.published] == [
         (20, {"clean", "fgsm"}),
         (10, {"clean", "fgsm", "pgd2"}),
@@ -132,8 +133,36 @@ def test_published_numbers_are_those_of_the_stored_weights(run, tmp_path) -> Non
     assert entry.published[0]["nominal_loss"]["rho"] == 0.5
     assert len(said) == 3
     before = read_json(entry.path)
-    publish(run.path, "m", tmp_path, device="cpu", parts=parts, say=said.append)  # what is done is not done again
-    assert read_json(entry.path) == before
+    publish("m", tmp_path, work, run=run.path, device="cpu", parts=parts, say=said.append)
+    assert read_json(entry.path) == before  # what is done is not done again
+    assert len(said) == 3
+
+
+def test_what_is_missing_of_a_stored_model_is_published_without_its_run(run, tmp_path) -> None:
+    said: list[str] = []
+    store(run, "m", tmp_path)
+    first, second = Part(10, ("fgsm",), strict=True), Part(10, ("pgd2",), strict=True)
+    options = {"device": "cpu", "say": said.append}
+    publish("m", tmp_path, tmp_path / "work", parts=[first], **options)
+    entry = publish("m", tmp_path, tmp_path / "work", parts=[first, second], **options)
+    assert set(entry.published[0]["accuracies"]) == {"clean", "fgsm", "pgd2"}
+    assert len(said) == 2
+    with pytest.raises(UsageError, match="did you mean 'm'"):
+        publish("mm", tmp_path, tmp_path / "work", parts=[first], **options)
+
+
+def test_a_run_that_was_trained_anew_is_stored_anew(run, tmp_path) -> None:
+    """Under the same configuration: what was published is of other weights."""
+    parts = [Part(10, ("fgsm",))]
+    publish("m", tmp_path, tmp_path / "work", run=run.path, device="cpu", parts=parts, say=str)
+    path = find("m", tmp_path).path
+    plain = read_json(path)
+    plain["summary"] |= {"seconds": 0.0}
+    plain["published"][0]["accuracies"]["fgsm"]["accuracy"] = 2.0
+    path.write_text(json.dumps(plain))
+    found = publish("m", tmp_path, tmp_path / "work", run=run.path, device="cpu", parts=parts, say=str)
+    assert found.plain["summary"] == run.summary
+    assert found.published[0]["accuracies"]["fgsm"]["accuracy"] <= 1.0
 
 
 @pytest.mark.verify

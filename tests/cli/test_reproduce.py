@@ -36,7 +36,7 @@ def test_a_table_of_nothing_says_so(dale, tmp_path) -> None:
         (["table1", "--seeds", "0"], "--seeds: expected at least 1, got 0"),
         (["table1", "--rows", "trade"], "unknown row 'trade'; did you mean 'trades'?"),
         (["table1", "--only", "mnist/convnet/pgd"], "unknown run 'mnist/convnet/pgd'; did you mean"),
-        (["store"], "store needs --run RUN and --name NAME"),
+        (["store"], "store needs --name NAME, and --run RUN where"),
         (["page"], "docs/results.md is generated from docs/results.md.in, which is not there"),
     ],
 )

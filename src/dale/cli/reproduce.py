@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TABLE",
         help="table1, table2, table4, table5, table6, table7, figure1, figure2, all of them (all), our best models "
         "(best), one change at a time (ablation); the page of all results (page); or the weights of a run into the "
-        "zoo, with the numbers of what was stored (store)",
+        "zoo, with the numbers of what was stored, or those that are missing of a stored model (store)",
     )
     parser.add_argument("--dataset", choices=("mnist", "cifar10"), help="one data set (default: all of the table)")
     parser.add_argument("--model", metavar="NAME", help="another model than the paper's, such as resnet50")
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table-only", action="store_true", help="train nothing: write the table of what is on file")
     parser.add_argument("--out", metavar="FILE", default="docs/results.md", help="for page: where it goes")
     parser.add_argument("--only", metavar="RUN", help="only this run, DATASET/MODEL/NAME, in this process; no table")
-    parser.add_argument("--run", metavar="RUN", help="for store: the run folder")
+    parser.add_argument("--run", metavar="RUN", help="for store: the run folder, if its weights are not stored yet")
     parser.add_argument("--name", metavar="NAME", help="for store: the model's name in the zoo")
     parser.add_argument("--zoo", metavar="DIR", default="zoo", help="for store: the zoo")
     parser.add_argument("--list", action="store_true", help="run nothing: the runs and whether each has a result")
@@ -81,12 +81,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _store(args: argparse.Namespace) -> int:
-    """Store the weights of a run and publish what they score."""
+    """Store the weights of a run, and publish what stored weights score."""
     from dale.reproduction.store import publish
 
-    if args.run is None or args.name is None:
-        raise UsageError("store needs --run RUN and --name NAME")
-    entry = publish(Path(args.run), args.name, Path(args.zoo), device=args.device, data_dir=args.data_dir)
+    if args.name is None:
+        raise UsageError("store needs --name NAME, and --run RUN where the weights are not stored yet")
+    run = None if args.run is None else Path(args.run)
+    work = Path(args.runs) / "zoo"
+    entry = publish(args.name, Path(args.zoo), work, run=run, device=args.device, data_dir=args.data_dir)
     print("\n".join(str(path) for path in (entry.path, *entry.weights)))
     return 0
 

@@ -1,4 +1,4 @@
-"""Store a run's weights in the zoo, and publish what the stored weights score: loaded back, in float32."""
+"""Store a run's weights in the zoo, and publish what stored weights score: loaded back, in float32."""
 
 from __future__ import annotations
 
@@ -39,43 +39,47 @@ def parts_of(dataset: str) -> tuple[Part, ...]:
 
 
 def publish(
-    run: Path,
     name: str,
     zoo: Path,
+    work: Path,
     *,
+    run: Path | None = None,
     device: str | None = None,
     data_dir: str | None = None,
     parts: Sequence[Part] | None = None,
     say: Callable[[str], None] = print,
 ) -> Entry:
-    """Store the weights of a run as `name`, then evaluate what was stored, part by part; an interrupted one continues.
+    """Evaluate what is stored as `name`, part by part, first storing the weights of a run where one is given.
 
-    The state of an evaluation lies in the run folder, its numbers in the zoo as soon as they are there.
+    Parts that are published already are left alone; the state of the others lies in `work`, where an interrupted one
+    continues, and their numbers in the zoo as soon as they are there.
     """
     import torch
 
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = load_run(run, device="cpu")
-    if not (zoo / f"{name}.json").is_file() or find(name, zoo).plain["config"] != loaded.config.to_yaml():
-        store(loaded, name, zoo)
+    if run is not None:
+        loaded = load_run(run, device="cpu")
+        facts = {"config": loaded.config.to_yaml(), "summary": loaded.summary}
+        if not (zoo / f"{name}.json").is_file() or not facts.items() <= find(name, zoo).plain.items():
+            store(loaded, name, zoo)
     entry = find(name, zoo)
-    model, data = entry.load(place), load_dataset(entry.dataset, data_dir=data_dir)
+    model = entry.load(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    data = load_dataset(entry.dataset, data_dir=data_dir)
     for examples, attacks, strict in parts or parts_of(entry.dataset):
         count = min(examples or len(data.test), len(data.test))
-        folder = run / "zoo" / f"{count}-{attacks[0]}"
-        found = read_json(folder / "evaluation.json") if (folder / "evaluation.json").is_file() else None
-        if found is None:
-            found = evaluate(
-                model,
-                data,
-                entry.perturbations(),
-                attacks,
-                examples=count,
-                rho=entry.rho,
-                out=folder,
-                checks=False,
-                strict=strict,
-            ).to_plain()
+        known = [part["accuracies"] for part in find(name, zoo).published if part["n"] == count]
+        if known and {"clean", *attacks} <= known[0].keys():
+            continue
+        found = evaluate(
+            model,
+            data,
+            entry.perturbations(),
+            attacks,
+            examples=count,
+            rho=entry.rho,
+            out=work / name / f"{count}-{attacks[0]}",
+            checks=False,
+            strict=strict,
+        ).to_plain()
         _add(entry.path, found)
         say(f"{name}, {count} images: " + ", ".join(f"{k} {v:.2%}" for k, v in _accuracies(found).items()))
     return find(name, zoo)
