@@ -21,6 +21,7 @@ from .conftest import NET, TINY, Result
 from .test_resume import ending
 
 Dale = Callable[..., Result]
+STEPLESS = [o for i, o in enumerate(TINY) if "--steps" not in TINY[max(0, i - 1) : i + 1]]
 EVALUATED = [option for option in TINY if option != "--no-evaluate"]
 
 
@@ -178,8 +179,7 @@ def test_rows_and_models_of_the_users_by_import_path(dale: Dale, tmp_path: Path)
     (tmp_path / "own_row.py").write_text(OWN)
     (tmp_path / "net.py").write_text(NET)
     own = ["--algorithm", "own_row:row", "--model", "net:Net", "--option", "twist=0.5"]
-    tiny = [o for i, o in enumerate(TINY) if "--steps" not in TINY[max(0, i - 1) : i + 1]]
-    assert dale("train", *tiny, *own, "--out", "run", "--quiet").code == 0
+    assert dale("train", *STEPLESS, *own, "--out", "run", "--quiet").code == 0
     loaded = load_run(tmp_path / "run", trust=True)
     assert type(loaded.model).__name__ == "Net"
     assert loaded.objective.constraints[0].limit == 0.05  # the recipe's 0.1, halved by the row
@@ -205,7 +205,9 @@ def test_rows_and_models_of_the_users_by_import_path(dale: Dale, tmp_path: Path)
 def test_losses_and_samplers_of_the_users_by_import_path(dale: Dale, tmp_path: Path) -> None:
     (tmp_path / "own_parts.py").write_text(OWN)
     own = ["--algorithm", "pgd", "--robust-loss", "own_parts:Squared", "--sampler"]
-    assert dale("train", *TINY, *own, "{type: 'own_parts:Corner', shift: 0.05}", "--out", "run", "--quiet").code == 0
+    assert (
+        dale("train", *STEPLESS, *own, "{type: 'own_parts:Corner', shift: 0.05}", "--out", "run", "--quiet").code == 0
+    )
     objective = load_run(tmp_path / "run", trust=True).objective
     assert (type(objective.robust_loss).__name__, type(objective.sampler).__name__) == ("Squared", "Corner")
     assert objective.sampler.shift == 0.05  # type: ignore[union-attr]
@@ -218,8 +220,7 @@ def test_a_loss_that_becomes_nan_stops_training_with_the_last_good_checkpoint_ke
 ) -> None:
     (tmp_path / f"own_{loss}.py").write_text(OWN)
     own = ["--algorithm", "erm", "--nominal-loss", f"own_{loss}:{loss}", "--validate-every", "3"]
-    tiny = [o for i, o in enumerate(TINY) if "--steps" not in TINY[max(0, i - 1) : i + 1]]
-    result = dale("train", *tiny, *own, "--out", "run", "--quiet")
+    result = dale("train", *STEPLESS, *own, "--out", "run", "--quiet")
     assert result.code == 1
     assert result.err == (
         f"dale: error: {what} not finite any more in epoch 2; the last good checkpoint, step-000000003.safetensors, "
@@ -237,9 +238,8 @@ def test_a_loss_that_becomes_nan_stops_training_with_the_last_good_checkpoint_ke
 
 def test_nan_before_the_first_checkpoint_promises_none(dale: Dale, tmp_path: Path) -> None:
     (tmp_path / "own_early.py").write_text(OWN.replace("CALLS >= 5", "CALLS >= 2"))
-    tiny = [o for i, o in enumerate(TINY) if "--steps" not in TINY[max(0, i - 1) : i + 1]]
     own = ["--algorithm", "erm", "--nominal-loss", "own_early:turns_bad"]
-    result = dale("train", *tiny, *own, "--out", "run", "--quiet")
+    result = dale("train", *STEPLESS, *own, "--out", "run", "--quiet")
     assert (result.code, "there is no checkpoint yet" in result.err) == (1, True)
 
 

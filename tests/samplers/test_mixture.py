@@ -70,7 +70,7 @@ def test_what_cannot_be_mixed_is_refused():
         Mixture(samplers=(pgd(3), fgsm(0.1)), shares=(1.0, 0.0))
     with pytest.raises(UsageError, match=r"draw equally often, got \[1, 2\] draws"):
         Mixture(samplers=(pgd(3), UniformNoise(num_samples=2)))
-    with pytest.raises(UsageError, match=r"the mixture's, 'eval', got \['train', 'eval'\]"):
+    with pytest.raises(UsageError, match=r"said of the mixture, 'eval', got \['train', 'eval'\]"):
         Mixture(samplers=(replace(pgd(3), mode="train"), pgd(2)))
     assert Mixture(samplers=(replace(pgd(3), mode="train"),) * 2, mode="train").mode == "train"
     with pytest.raises(UsageError, match=r"or none does, got free=\[False, True\]"):

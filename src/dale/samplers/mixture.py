@@ -19,9 +19,9 @@ class Mixture(Sampler):
     """lambda = sum over m of s_m lambda_m, with shares s (equal ones unless given; they need not add up to 1).
 
     All samplers draw for all examples, and each example takes the draws of one of them: a mixture costs the sum of its
-    parts. They have the same number of draws, mode and support (`free`) and climb one loss, each it or its logarithm as
-    it does alone. What must withstand strong attacks and weak ones alike is trained on both:
-    `Mixture(samplers=(pgd(20), fgsm(0.3)), shares=(0.7, 0.3))`.
+    parts. They have the same number of draws and support (`free`), the model is in the mixture's mode, and they climb
+    one loss, each it or its logarithm as it does alone. What must withstand strong attacks and weak ones alike is
+    trained on both: `Mixture(samplers=(pgd(20), fgsm(0.3)), shares=(0.7, 0.3))`.
     """
 
     samplers: tuple[Sampler, ...]
@@ -37,7 +37,9 @@ class Mixture(Sampler):
         for number, share in enumerate(self.shares):
             require_positive(self, **{f"shares[{number}]": share})
         modes = [sampler.mode for sampler in self.samplers]
-        require(set(modes) == {self.mode}, f"Mixture: the model's mode is the mixture's, {self.mode!r}, got {modes}")
+        require(
+            {*modes} <= {"eval", self.mode}, f"Mixture: the mode is said of the mixture, {self.mode!r}, got {modes}"
+        )
         free = [sampler.free for sampler in self.samplers]
         require(len(set(free)) == 1, f"Mixture: all samplers stay in the set or none does, got free={free}")
         draws = [sampler.num_draws for sampler in self.samplers]
