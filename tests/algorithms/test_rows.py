@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dale import algorithms, random
-from dale.algorithms import ROWS, build, find_row, options_of, overlay
-from dale.algorithms.baselines import SAMPLING
+from dale.algorithms import ROWS, build, find_row, options_of
+from dale.algorithms.options import SAMPLING, overlay
 from dale.batch import Batch
 from dale.constraints import accuracy_limit, loss_limit
 from dale.errors import UsageError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dale.algorithms.baselines import SAMPLING
+from dale.algorithms.options import SAMPLING
 from dale.attacks import parse
 from dale.components import load_yaml
 from dale.errors import UsageError
@@ -119,7 +119,7 @@ def test_a_budget_may_bring_its_own_sampler() -> None:
     mixed = Spec("mnist", "convnet-nodropout", "dale", {"rho": 0.05}, "mixed").config()
     sampler = mixed.build_objective().sampler
     assert isinstance(sampler, Mixture)
-    assert [part.steps for part in sampler.samplers if isinstance(part, Chain)] == [10, 1]
+    assert [part.steps for part in sampler.samplers if isinstance(part, Chain)] == [8, 1]
     assert isinstance(mixed.objective, Algorithm)
     assert not set(SAMPLING) & set(mixed.objective.options)  # the data set's own chain gave way
     assert mixed.model.init == "zoo:mnist-convnet-dale"

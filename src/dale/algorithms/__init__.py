@@ -24,10 +24,10 @@ clean with adversarial logits, as the paper's numbers do; the original pairs two
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from dale.algorithms.baselines import alp, augment, clp, cvar, erm, fgsm, idle, mart, pgd, term, trades, worst_of_k
+from dale.algorithms.baselines import alp, augment, clp, cvar, erm, fgsm, mart, pgd, term, trades, worst_of_k
 from dale.algorithms.constrained import dale, dale_fixed, dale_optimal
 from dale.components import import_object, is_import_path
 from dale.errors import UsageError, unknown
@@ -76,25 +76,6 @@ def options_of(row: Row) -> dict[str, Any]:
         for name, parameter in inspect.signature(row).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
-
-
-# options that say the same in other words: where one is given, those of a recipe make room
-_INSTEAD = {
-    "rho": ("min_accuracy",),
-    "min_accuracy": ("rho",),
-    "temperature": ("noise_scale",),
-    "noise_scale": ("temperature",),
-    "gamma": ("norm_budget",),
-    "norm_budget": ("gamma",),
-}
-
-
-def overlay(usual: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a recipe with others on top, which also replace what they are given instead of."""
-    replaced = {name for one in given for name in _INSTEAD.get(one, ())}
-    merged = {name: value for name, value in usual.items() if name not in replaced} | dict(given)
-    done = {*idle(merged)} - given.keys()
-    return {name: value for name, value in merged.items() if name not in done}
 
 
 def build(name: str, perturbations: PerturbationSet | None, /, **options: Any) -> Objective:

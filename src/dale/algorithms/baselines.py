@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, ParamSpec
+from typing import Literal
 
 from dale.aggregators import Aggregator, CVaR, MaxOf, Tilted
+from dale.algorithms.options import one_sampler
 from dale.errors import require
 from dale.losses import KL, CrossEntropy, LogitPairing, Loss, Mart, WeightedSum
 from dale.objectives import Objective
@@ -17,32 +16,6 @@ from dale.samplers import pgd as pgd_chain
 from dale.samplers.chain import Start
 
 BatchNorm = Literal["joint", "separate"]
-Options = ParamSpec("Options")
-CHAIN = ("steps", "step_size", "noise_scale", "temperature", "start")
-SAMPLING = (*CHAIN, "num_samples", "candidates")  # what rows make a sampler of where none is given
-
-
-def idle(options: Mapping[str, Any]) -> list[str]:
-    """Those options of a row that others of them leave nothing to do."""
-    names: tuple[str, ...] = ()
-    if options.get("sampler") is not None:
-        names = SAMPLING
-    elif options.get("candidates") == "uniform":
-        names = CHAIN
-    return [name for name in names if options.get(name) is not None]
-
-
-def one_sampler(row: Callable[Options, Objective]) -> Callable[Options, Objective]:
-    """Refuse options of a row's own sampler beside a sampler that is given, and of a chain where there is none."""
-
-    @functools.wraps(row)
-    def build(*args: Options.args, **options: Options.kwargs) -> Objective:
-        names = ", ".join(idle(options))
-        other = "candidates='uniform'" if options.get("sampler") is None else "a sampler that is given"
-        require(not names, f"{names} would do nothing beside {other}: leave one or the other out")
-        return row(*args, **options)
-
-    return build
 
 
 def erm(perturbations: PerturbationSet | None = None, *, nominal_loss: Loss = CrossEntropy()) -> Objective:

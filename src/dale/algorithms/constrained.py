@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 from dale.aggregators import LambdaStar
-from dale.algorithms.baselines import BatchNorm, one_sampler
+from dale.algorithms.baselines import BatchNorm
+from dale.algorithms.options import one_sampler
 from dale.constraints import Constraint, accuracy_limit, loss_limit
 from dale.errors import require, unknown
 from dale.losses import KL, CrossEntropy, Loss

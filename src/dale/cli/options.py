@@ -163,7 +163,8 @@ def _with_objective(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     """Apply the options of the algorithm."""
     from dataclasses import replace
 
-    from dale.algorithms import find_row, options_of, overlay
+    from dale.algorithms import find_row, options_of
+    from dale.algorithms.options import overlay
     from dale.training.config import Algorithm
     from dale.training.recipes import with_algorithm
 

@@ -76,7 +76,8 @@ class Spec:
 
     def config(self) -> RunConfig:
         """The configuration of the run."""
-        from dale.algorithms import find_row, options_of, overlay
+        from dale.algorithms import find_row, options_of
+        from dale.algorithms.options import overlay
         from dale.components import from_plain
         from dale.perturbations import PerturbationSet
         from dale.training.config import Algorithm, DataConfig, ModelConfig, RunConfig, Training
