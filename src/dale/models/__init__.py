@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dale.models.check import ModelCheck, ModelReport, check_model
-from dale.models.convnet import ConvNet
+from dale.models.convnet import ConvNet, SmallCNN
 from dale.models.factory import MODELS, ImageData, create_model
 from dale.models.layers import ACTIVATIONS, Normalise
 from dale.models.preact import PreActResNet, WideResNet
@@ -20,6 +20,7 @@ __all__ = [
     "Normalise",
     "PreActResNet",
     "ResNet",
+    "SmallCNN",
     "WideResNet",
     "check_model",
     "create_model",

@@ -14,7 +14,7 @@ from torch import nn
 
 from dale.components import import_object, is_import_path
 from dale.errors import UsageError, require, unknown
-from dale.models.convnet import ConvNet
+from dale.models.convnet import ConvNet, SmallCNN
 from dale.models.layers import ACTIVATIONS, normalisation
 from dale.models.preact import PreActResNet, WideResNet
 from dale.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -24,6 +24,8 @@ from dale.models.weights import load_weights
 _BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "convnet": ConvNet,
     "convnet-nodropout": partial(ConvNet, dropout=(0.0, 0.0)),
+    "smallcnn": SmallCNN,
+    "smallcnn-nodropout": partial(SmallCNN, dropout=0.0),
     "resnet18": partial(ResNet, BasicBlock, (2, 2, 2, 2)),
     "resnet34": partial(ResNet, BasicBlock, (3, 4, 6, 3)),
     "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3)),
@@ -85,7 +87,7 @@ def create_model(
     if name in _BUILDERS:
         if activation not in ACTIVATIONS:
             raise unknown("activation", activation, ACTIVATIONS)
-        if name.startswith("convnet"):
+        if name.startswith(("convnet", "smallcnn")):
             options["size"] = sides
             if name == "convnet" and min(sides) < 16:
                 # at the size of the digits dropout costs more than it gives: it doubles the training loss that the
