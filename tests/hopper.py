@@ -40,7 +40,7 @@ from triton.runtime.jit import JITFunction
 
 from dale import algorithms, fused, kernels
 from dale.batch import Batch
-from dale.data import Loader, RandomCrop, RandomCutout, RandomFlip, Split
+from dale.data import Loader, RandomCrop, RandomCropShift, RandomCutout, RandomFlip, Split
 from dale.folding import Replica, replicate
 from dale.models import create_model
 from dale.perturbations import Linf
@@ -246,7 +246,7 @@ def loader(compiler: Compiler) -> None:
     """Compile the way from stored images to a batch, with every augmentation that is compiled."""
     images = torch.zeros(48, 3, 32, 32, dtype=torch.uint8)
     split = Split.of(images, torch.arange(48) % 10, 10)
-    found = Loader(split, 16, seed=0, augmentation=(RandomCrop(), RandomFlip(), RandomCutout()))
+    found = Loader(split, 16, seed=0, augmentation=(RandomCrop(), RandomCropShift(), RandomFlip(), RandomCutout()))
     found.compiler = compiler
     for _ in found.epoch(0):
         pass

@@ -10,12 +10,27 @@ from PIL import Image
 
 from dale import random
 from dale.components import dump_yaml, load_yaml
-from dale.data import Augmentation, RandomCrop, RandomCutout, RandomFlip, StrongAugment, write_sheet
+from dale.data import (
+    Augmentation,
+    RandomCrop,
+    RandomCropShift,
+    RandomCutout,
+    RandomFlip,
+    StrongAugment,
+    write_sheet,
+)
 from dale.data.strong import OPERATIONS
 from dale.errors import DataError, UsageError
 
 _KEY = random.key(5)
-_ALL = [RandomCrop(padding=2), RandomCrop(padding=5), RandomFlip(), RandomCutout(size=3), StrongAugment()]
+_ALL = [
+    RandomCrop(padding=2),
+    RandomCrop(padding=5),
+    RandomCropShift(strength=4),
+    RandomFlip(),
+    RandomCutout(size=3),
+    StrongAugment(),
+]
 
 
 @pytest.mark.parametrize("augmentation", _ALL, ids=repr)
@@ -82,6 +97,36 @@ def test_crop_offsets_are_uniform() -> None:
     assert 0.005 < (offsets == again).all(dim=1).double().mean() < 0.02
 
 
+@pytest.mark.parametrize(("strength", "height", "width"), [(1, 8, 6), (5, 6, 8), (6, 7, 9)])
+def test_crop_shift_against_cutting_and_pasting_by_hand(strength: int, height: int, width: int) -> None:
+    images = torch.rand(300, 3, height, width)
+    shift = RandomCropShift(strength=strength)
+    numbers = shift.draw(_KEY, torch.arange(300))
+    out = shift.apply(images.clone(), numbers)
+    for i, ((rows, top, down), (columns, left, right)) in enumerate(numbers.tolist()):
+        assert 0 <= top <= rows
+        assert 0 <= down <= rows
+        assert 0 <= left <= columns
+        assert 0 <= right <= columns
+        assert rows + columns <= strength
+        expected, kept = torch.zeros(3, height, width), (height - rows, width - columns)
+        window = images[i, :, top : top + kept[0], left : left + kept[1]]
+        expected[:, down : down + kept[0], right : right + kept[1]] = window
+        assert torch.equal(out[i], expected)
+
+
+def test_crop_shift_draws_what_it_says() -> None:
+    numbers = RandomCropShift(strength=3).draw(_KEY, torch.arange(40_000))
+    total = numbers[:, :, 0].sum(dim=1)
+    assert scipy.stats.chisquare(torch.bincount(total, minlength=4).numpy()).pvalue > 0.001
+    rows = numbers[total == 3, 0]
+    assert scipy.stats.chisquare(torch.bincount(rows[:, 0], minlength=4).numpy()).pvalue > 0.001
+    # rows and columns lose alike, and where a window comes from says nothing about where it goes
+    places = numbers[(total == 2) & (numbers[:, 1, 0] == 1)]
+    corners = ((places[..., 1] * 2 + places[..., 2]) * torch.tensor([4, 1])).sum(dim=1)
+    assert scipy.stats.chisquare(torch.bincount(corners, minlength=16).numpy()).pvalue > 0.001
+
+
 def test_flip_is_a_fair_coin() -> None:
     images = torch.arange(6.0).view(1, 1, 1, 6).expand(20_000, -1, -1, -1) / 6
     out = RandomFlip()(images, _KEY, torch.arange(20_000))
@@ -144,6 +189,8 @@ def test_strong_operations_worked_out_by_hand() -> None:
     ("make", "message"),
     [
         (lambda: RandomCrop(padding=0), "padding must be at least 1"),
+        (lambda: RandomCropShift(strength=0), "strength must be at least 1"),
+        (lambda: RandomCropShift(strength=7)(torch.rand(1, 1, 9, 7), _KEY, torch.arange(1)), "at most 6"),
         (lambda: RandomCutout(size=0), "size must be at least 1"),
         (lambda: StrongAugment(num_operations=0), "num_operations must be at least 1"),
         (lambda: StrongAugment(strength=1.5), "strength must be in"),

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 from dale.batch import Batch
-from dale.data import Augmentation, Loader, RandomCrop, RandomCutout, RandomFlip, Split, StrongAugment
+from dale.data import Augmentation, Loader, RandomCrop, RandomCropShift, RandomCutout, RandomFlip, Split, StrongAugment
 from dale.errors import UsageError
 
 _N = 1500  # more than one block of the loader
@@ -131,8 +131,8 @@ def _compiled_as_plain(augmentation: tuple[Augmentation, ...], backend: str) -> 
 
 _SEVERAL = pytest.mark.parametrize(
     "augmentation",
-    [_MOVES, (RandomCutout(size=3), RandomFlip(), RandomCrop(padding=2)), _MIXED, ()],
-    ids=["moves", "turned", "mixed", "none"],
+    [_MOVES, (RandomCutout(size=3), RandomFlip(), RandomCrop(padding=2)), (RandomCropShift(strength=5),), _MIXED, ()],
+    ids=["moves", "turned", "shifted", "mixed", "none"],
 )
 
 

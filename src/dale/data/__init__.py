@@ -1,6 +1,6 @@
 """Data: embedded digits, official sets by name, the user's own; splits, batches and augmentation."""
 
-from dale.data.augment import Augmentation, RandomCrop, RandomCutout, RandomFlip
+from dale.data.augment import Augmentation, RandomCrop, RandomCropShift, RandomCutout, RandomFlip
 from dale.data.load import DATASETS, load_dataset
 from dale.data.loader import Loader
 from dale.data.sheet import write_sheet
@@ -13,6 +13,7 @@ __all__ = [
     "Dataset",
     "Loader",
     "RandomCrop",
+    "RandomCropShift",
     "RandomCutout",
     "RandomFlip",
     "Split",
