@@ -165,7 +165,7 @@ def _resnet(device: torch.device, data_dir: str | None) -> tuple[PlainStep, Trai
     model = dale.create_model("resnet18", channels=3, size=(32, 32), num_classes=10).to(device)
     objective = algorithms.dale(dale.Linf(epsilon=8 / 255), rho=0.8, steps=10)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    step, _ = make_step(model, objective, dtype, device, "auto" if on_gpu else "off")
+    step, _ = make_step(model, (3, 32, 32), objective, dtype, device, "auto" if on_gpu else "off")
     optimiser = SGD(learning_rate=0.01).build(model, captured=isinstance(step, CapturedStep))
     state = TrainState(model, optimiser, objective.initial_duals(10, device=device), AveragedModel(model, Averaging()))
     return step, state, loader, name

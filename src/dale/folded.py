@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,9 @@ class FoldedConv(nn.Module):
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """conv(x) + bias, plus z and the ReLU where they were fused."""
         conv = self.conv[0]
+        x = x.to(self.weight.dtype)  # where the model asked for another one in between, as autocast does
+        if z is not None:
+            z = z.to(self.weight.dtype)
         if self.filters is not None:
             return winograd.frozen_conv(x, self.filters, None if self.bare else self.bias, z, relu=self.relu)
         spread = self.skipping and spreading_pays(x)
@@ -192,7 +196,6 @@ class Copied(nn.Module):
         for name, mine in (*self.copy.named_parameters(), *self.copy.named_buffers()):
             mine.copy_(theirs[name])
 
-    def forward(self, *args: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the copy."""
-        result: Tensor = self.copy(*args)
-        return result
+        return self.copy(*args, **kwargs)

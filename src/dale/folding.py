@@ -16,6 +16,7 @@ import operator
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
 from dale import winograd
 from dale.compiling import Compiler, as_it_is
@@ -83,28 +84,51 @@ def replicate(
 
     `fuse`: ReLUs into convolutions. `minimal_filtering`: wide convolutions on a CPU by Winograd's method (winograd.py).
     """
+    if (reason := hooked(model)) is not None:
+        return reason
     training = [(m, m.training) for m in model.modules()]
     model.eval()
     try:
-        traced = fx.GraphModule(model, _Tracer().trace(model))
-    except Exception as error:
-        return f"torch.fx cannot trace the model: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        for name, module in model.named_modules():
+            if module.training:
+                return f"{name or 'the model'} stays in training mode when it is put into eval mode"
+        try:
+            traced = fx.GraphModule(model, _Tracer().trace(model))
+        except Exception as error:
+            return f"torch.fx cannot trace the model: {first_line(error)}"
+        if any(node.op == "get_attr" for node in traced.graph.nodes):
+            return "the model reads a tensor of its own outside its layers"
+        # a graph module of its own, so that replacing layers leaves the model alone. What looks like dead code stays:
+        # a statement without a value may work in place
+        graph = fx.GraphModule(dict(traced.named_modules()), traced.graph)
+        try:
+            _replace_layers(graph)
+            if fuse:
+                _fuse_relu(graph)
+                if any(blocks_pay(parameter.device) for parameter in itertools.islice(model.parameters(), 1)):
+                    _fuse_blocks(graph)
+            graph.delete_all_unused_submodules()
+            graph.recompile()
+            return Replica(graph, dtype, channels_last, minimal_filtering)
+        except Exception as error:  # a layer that cannot be copied, a weight without this memory layout
+            return f"its layers cannot be replaced by copies: {first_line(error)}"
     finally:
         for module, flag in training:
             module.training = flag
-    if any(node.op == "get_attr" for node in traced.graph.nodes):
-        return "the model reads a tensor of its own outside its layers"
-    # a graph module of its own, so that replacing layers leaves the model alone
-    graph = fx.GraphModule(dict(traced.named_modules()), traced.graph)
-    _replace_layers(graph)
-    if fuse:
-        _fuse_relu(graph)
-        if any(blocks_pay(parameter.device) for parameter in itertools.islice(model.parameters(), 1)):
-            _fuse_blocks(graph)
-    graph.graph.eliminate_dead_code()
-    graph.delete_all_unused_submodules()
-    graph.recompile()
-    return Replica(graph, dtype, channels_last, minimal_filtering)
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong, in one line."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def hooked(model: nn.Module) -> str | None:
+    """Say which layer has a hook, if one has: a trace does not see what it does."""
+    for name, module in model.named_modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        if any(hooks):  # one that renews a weight before each pass, such as weight_norm's, among them
+            return f"{name or 'the model'} has a hook"
+    return None
 
 
 def fold_batchnorm(model: nn.Module) -> nn.Module | None:
@@ -126,24 +150,44 @@ def _replace_layers(graph: fx.GraphModule) -> None:
         if node.op != "call_module":
             continue
         live = modules[str(node.target)]
-        if isinstance(live, nn.Conv2d):
+        simple = len(node.args) == 1 and not node.kwargs
+        if simple and _is_plain(live, nn.Conv2d):
+            assert isinstance(live, nn.Conv2d)
             norm_node = next(iter(node.users)) if len(node.users) == 1 else None
             norm = (
                 modules.get(str(norm_node.target)) if norm_node is not None and norm_node.op == "call_module" else None
             )
-            if norm_node is not None and isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None:
+            if norm_node is not None and not norm_node.kwargs and _is_affine(norm):
+                assert isinstance(norm, nn.BatchNorm2d)
                 _swap(graph, node, FoldedConv(live, norm))
                 norm_node.replace_all_uses_with(node)
                 graph.graph.erase_node(norm_node)
             else:
                 _swap(graph, node, FoldedConv(live, None))
-        elif isinstance(live, nn.BatchNorm2d) and live.running_mean is not None:
+        elif simple and _is_affine(live):
+            assert isinstance(live, nn.BatchNorm2d)
             _swap(graph, node, FoldedNorm(live))
-        elif isinstance(live, (nn.Dropout, nn.Dropout2d, nn.Identity)):
+        elif simple and any(_is_plain(live, kind) for kind in (nn.Dropout, nn.Dropout2d, nn.Identity)):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
         elif any(True for _ in live.parameters()) or any(True for _ in live.buffers()):
             _swap(graph, node, Copied(live))
+
+
+def _is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Whether a layer is of a kind and computes what that kind does, from parameters of its own."""
+    if not isinstance(module, kind) or parametrize.is_parametrized(module):  # reading such a weight may change it
+        return False
+    return all(
+        getattr(type(module), name) is getattr(kind, name)
+        for name in ("forward", "_conv_forward")
+        if hasattr(kind, name)
+    )
+
+
+def _is_affine(module: nn.Module | None) -> bool:
+    """Whether a layer is a BatchNorm of images that is an affine map in eval mode."""
+    return _is_plain(module, nn.BatchNorm2d) and getattr(module, "running_mean", None) is not None
 
 
 def _swap(graph: fx.GraphModule, node: fx.Node, module: nn.Module) -> None:
@@ -156,13 +200,14 @@ def _fuse_relu(graph: fx.GraphModule) -> None:
     """Fuse conv -> relu and conv -> (+ z) -> relu into the convolution."""
     modules = dict(graph.named_modules())
     for relu in list(graph.graph.nodes):
-        if relu.op != "call_module" or not isinstance(modules.get(str(relu.target)), nn.ReLU):
+        if relu.op != "call_module" or relu.kwargs or not _is_plain(modules.get(str(relu.target)), nn.ReLU):
             continue
         source = relu.args[0]
         conv, z = source, None
-        if source.op == "call_function" and source.target in (operator.add, torch.add) and len(source.users) == 1:
-            first, second = source.args[:2]
-            if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+        added = source.op == "call_function" and source.target in (operator.add, torch.add)
+        if added and len(source.args) == 2 and not source.kwargs and len(source.users) == 1:
+            first, second = source.args
+            if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)) or first is second:
                 continue
             # the later of the two convolutions takes the other in, which exists by then
             conv, z = (first, second) if _fusable(first, modules) else (second, first)

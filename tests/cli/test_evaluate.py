@@ -73,6 +73,42 @@ def test_a_quick_look_leaves_the_evaluation_of_more_images_alone(run: Path, dale
     assert Evaluation.load(run / "evaluation.json").n == 41
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--attacks", "fgsm", "--epsilon", "0.01"], "evaluation-0.01-fgsm.json"),
+        (["--attacks", "fgsm", "noise", "--epsilon", "2/255"], "evaluation-2_255.json"),
+        (["--attacks", "fgsm"], "evaluation-fgsm.json"),
+        (["--attacks", "noise", "pgd2"], "evaluation-noise-pgd2.json"),
+        (["--attacks", "noise", "fgsm", "--seed", "3"], "evaluation-seed3.json"),
+        (["--attacks", "fgsm", "noise", "--dataset", "digits"], "evaluation-digits.json"),
+        (["--attacks", "fgsm", "--examples", "5"], "evaluation-5-fgsm.json"),
+        (["--attacks", "pgd2", "noise", "fgsm"], "evaluation.json"),
+    ],
+)
+def test_another_question_does_not_replace_the_answer_on_file(
+    run: Path, dale: Dale, words: list[str], name: str
+) -> None:
+    common = ("--no-checks", "--quiet", "--device", "cpu", "--examples", "30")
+    assert dale("evaluate", run, "--attacks", "fgsm", "noise", *common).code == 0
+    before = (run / "evaluation.json").read_bytes()
+    done = dale("evaluate", run, *common, *words)
+    assert f"written to {run / name}" in done.out
+    if name == "evaluation.json":  # all that was asked before, and more
+        assert [a.name for a in Evaluation.load(run / name).attacks] == ["pgd2", "noise", "fgsm"]
+    else:
+        assert "evaluation.json stays as it was" in done.out
+        assert (run / "evaluation.json").read_bytes() == before
+
+
+def test_many_attacks_do_not_make_a_name_too_long_for_a_file(run: Path, dale: Dale) -> None:
+    common = ("--no-checks", "--quiet", "--device", "cpu", "--examples", "2", "--attacks")
+    assert dale("evaluate", run, *common, "noise").code == 0
+    for last in ("", "1"):  # names that begin alike stay apart
+        assert dale("evaluate", run, *common, *(f"pgd{k}@0.001-last" for k in range(1, 30)), f"pgd31{last}").code == 0
+    assert len(list(run.glob("evaluation-pgd1@0.001_last*.json"))) == 2
+
+
 def test_weights_in_a_file(run: Path, dale: Dale) -> None:
     words = ("--attacks", "pgd5", "--epsilon", "0.1", "--examples", "60", "--no-checks", "--quiet")
     done = dale(

@@ -90,7 +90,7 @@ def test_one_training_step_agrees_with_the_plain_one(filtered: bool, monkeypatch
     results = []
     for fast in ("off", "on"):
         model = network()
-        step, line = make_step(model, objective, torch.float32, CPU, fast)  # type: ignore[arg-type]
+        step, line = make_step(model, (3, 16, 16), objective, torch.float32, CPU, fast)  # type: ignore[arg-type]
         assert line == ""
         assert type(step) is (PlainStep if fast == "off" else FilteredStep if filtered else FastStep)
         state = state_of(model.train(), objective)
@@ -107,9 +107,11 @@ def test_a_run_that_promises_its_bits_tries_nothing_out(monkeypatch: pytest.Monk
     monkeypatch.setattr("dale.winograd.pays", lambda: pytest.fail("looked at the clock"))
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # which it sets
     objective = algorithms.pgd(Linf(epsilon=8 / 255), steps=1)
-    step, _ = make_step(network(), objective, torch.float32, CPU, "on", 10, by_trial=False)
+    step, _ = make_step(network(), (3, 16, 16), objective, torch.float32, CPU, "on", 10, by_trial=False)
     assert type(step) is FastStep
-    captured, _ = make_step(network(), objective, torch.float32, torch.device("cuda"), "auto", 10, by_trial=False)
+    cuda = torch.device("cuda")
+    captured, _ = make_step(network(), (3, 16, 16), objective, torch.float32, cuda, "auto", 10, by_trial=False)
+    assert not torch.backends.cudnn.benchmark
     assert isinstance(captured, CapturedStep)
     assert captured.steps is None
 
@@ -120,7 +122,7 @@ def test_asked_for_the_fast_path_is_compiled_however_short_the_run(
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # which it sets
     objective = algorithms.pgd(Linf(epsilon=8 / 255), steps=1)
-    step, line = make_step(network(), objective, torch.float32, torch.device("cuda"), fast, 10)
+    step, line = make_step(network(), (3, 16, 16), objective, torch.float32, torch.device("cuda"), fast, 10)
     assert isinstance(step, CapturedStep)
     assert step.steps == steps  # None: not decided by the length
     assert "capturing" in line
@@ -144,7 +146,7 @@ def test_compilers_are_few_unless_the_environment_says_how_many(monkeypatch: pyt
 def test_the_replica_follows_the_weights() -> None:
     objective = algorithms.pgd(Linf(epsilon=8 / 255), steps=1)
     model = network()
-    step, _ = make_step(model, objective, torch.float32, CPU, "on")
+    step, _ = make_step(model, (3, 16, 16), objective, torch.float32, CPU, "on")
     assert isinstance(step, FastStep)
     before = step.replica(batch().images)
     with torch.no_grad():
@@ -302,11 +304,11 @@ def test_a_model_that_cannot_be_traced_takes_the_plain_path_and_says_why() -> No
             return self.fc(flat if flat.mean() > 0 else -flat)  # type: ignore[no-any-return]
 
     objective = algorithms.pgd(Linf(epsilon=8 / 255))
-    step, line = make_step(Branching(), objective, torch.float32, CPU, "on")
+    step, line = make_step(Branching(), (3, 16, 16), objective, torch.float32, CPU, "on")
     assert type(step) is PlainStep
     assert "cannot trace" in line
     in_train_mode = algorithms.pgd(Linf(epsilon=8 / 255), sampler=Chain(mode="train", climb_log=False))
-    step, line = make_step(network("convnet"), in_train_mode, torch.float32, CPU, "on")
+    step, line = make_step(network("convnet"), (3, 16, 16), in_train_mode, torch.float32, CPU, "on")
     assert type(step) is PlainStep
     assert "train mode" in line
 
@@ -318,7 +320,7 @@ def test_the_captured_step_agrees_with_the_plain_one_on_a_gpu() -> None:
     losses = []
     for fast in ("off", "on"):
         model = network().to(device)
-        step, _ = make_step(model, objective, torch.float32, device, fast)  # type: ignore[arg-type]
+        step, _ = make_step(model, (3, 16, 16), objective, torch.float32, device, fast)  # type: ignore[arg-type]
         captured = isinstance(step, CapturedStep)
         assert captured == (fast == "on")
         state = TrainState(

@@ -123,7 +123,7 @@ def test_batches_go_through_the_compiler_of_the_step(
             super().__call__(*arguments)
 
     def make_step(model: nn.Module, *arguments: Any, by_trial: bool) -> tuple[PlainStep, str]:
-        return Deciding(*arguments[:3]), ""
+        return Deciding(*arguments[1:4]), ""
 
     options = QUICK | {"augmentation": (RandomCrop(padding=1),)}
     plain = dale.fit(_linear(), _row(), data, out=tmp_path / "plain", **options)

@@ -52,7 +52,13 @@ class Workload:
         else:
             chosen: Fast = "off" if fast == "auto" and device.type == "cpu" else fast  # as in `dale.fit`
             self.step, self.line = make_step(
-                self.model, self.objective, training.dtype, device, chosen, training.epochs * batches
+                self.model,
+                tuple(data.train.images.shape[1:]),
+                self.objective,
+                training.dtype,
+                device,
+                chosen,
+                training.epochs * batches,
             )
         self.step.accumulate = training.accumulate
         self.step.weight_perturbation = training.weight_perturbation

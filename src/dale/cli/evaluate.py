@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dale.errors import UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
 
     from dale.data import Dataset
     from dale.perturbations import PerturbationSet
 
 HELP = "evaluate a run or a model under attacks"
+_LONGEST = 100
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +54,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from pathlib import Path
-
     from dale.cli.options import number
     from dale.environment import find_device
     from dale.evaluation import evaluate
@@ -63,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out) if args.out is not None else folder
     file = None if out is None else out if out.suffix == ".json" else out / "evaluation.json"
     before = read_json(file) if file is not None and file.is_file() else {}
-    count = len(data.test) if args.examples is None else min(args.examples, len(data.test))
-    if args.out is None and out is not None and before.get("n", 0) > count:  # a quick look does not replace it
-        file = out = out / f"evaluation-{count}.json"
+    beside = _differs(before, args, data, perturbations) if args.out is None and before else ""
+    if out is not None and beside:  # another question, or less of the same: it does not replace the answer on file
+        file = out = out / f"evaluation-{beside}.json"
         before = {}
     evaluation = evaluate(
         model,
@@ -89,14 +90,35 @@ def run(args: argparse.Namespace) -> int:
         write_json(file, evaluation.to_plain() | {"certificate": before["certificate"]})
     print(evaluation)
     if file is not None:
-        print(f"\nwritten to {file}")
+        print(f"\nwritten to {file}" + ("; evaluation.json stays as it was" if beside else ""))
     return 0
+
+
+def _differs(before: dict[str, Any], args: argparse.Namespace, data: Dataset, perturbations: PerturbationSet) -> str:
+    """What this evaluation lacks of the one on file or asks otherwise, as a name; empty where it may replace it."""
+    from dale.attacks import parse
+    from dale.components import to_plain
+
+    count = len(data.test) if args.examples is None else min(args.examples, len(data.test))
+    attacks = [parse(name).name for name in args.attacks]
+    known = [attack.get("name") for attack in before.get("attacks", [])]
+    parts = [str(count)] if count < before.get("n", 0) else []
+    if args.dataset is not None:
+        parts.append(Path(args.dataset).stem)
+    if json.loads(json.dumps(to_plain(perturbations))) != before.get("perturbations"):
+        parts += [part for part in (args.set, args.epsilon) if part is not None]
+    if args.seed != before.get("seed", args.seed):
+        parts.append(f"seed{args.seed}")
+    if parts or not set(known) <= set(attacks):
+        parts += attacks if set(known) != set(attacks) else []
+    name = "-".join(re.sub(r"[^\w.@]+", "_", part).strip("_") for part in parts)
+    if len(name) > _LONGEST:  # of a file's name
+        name = f"{name[:_LONGEST]}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
+    return name
 
 
 def _load(args: argparse.Namespace) -> tuple[nn.Module, Dataset, PerturbationSet, float | None, Path | None]:
     """The model, its data, the set, the limit on its nominal loss, and the run's folder."""
-    from pathlib import Path
-
     path = Path(args.target)
     if path.suffix == ".safetensors":
         return (*_load_file(args, path), None, None)

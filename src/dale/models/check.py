@@ -14,12 +14,12 @@ from typing import Literal
 
 import safetensors.torch
 import torch
-import torch.fx
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dale import random
 from dale.errors import DaleError, UsageError
+from dale.faithful import unfaithful
 from dale.models.weights import stored_tensors
 from dale.modes import sampling_mode
 
@@ -294,17 +294,14 @@ class _Examination:
         return ModelCheck("weights", "ok", f"{len(tensors)} tensors are stored and read back as safetensors.")
 
     def traceable(self, has_output: bool) -> ModelCheck:
-        """Whether torch.fx can trace the model, which the fast path needs to fold and fuse it."""
+        """Whether the fast path is open: the model can be traced, and what is folded from that computes the same."""
         name = "traceable"
-        try:
-            traced = torch.fx.symbolic_trace(self.model)
-            with torch.no_grad():
-                same = not has_output or _close(traced(self.images.clone()), self.logits)
-        except Exception as error:
-            return ModelCheck(name, "warn", f"torch.fx cannot trace it, so the fast path stays off: {_line(error)}.")
-        if not same:
-            return ModelCheck(name, "warn", "Its torch.fx trace computes something else, so the fast path stays off.")
-        return ModelCheck(name, "ok", "torch.fx traces it: the fast path is open.")
+        if not has_output:
+            return ModelCheck(name, "warn", "Without logits the fast path stays off.")
+        reason = unfaithful(self.model, tuple(self.images.shape[1:]), captured=True)
+        if reason is not None:
+            return ModelCheck(name, "warn", f"The fast path stays off: {reason}.")
+        return ModelCheck(name, "ok", "A folded copy has its logits and gradient: the fast path is open.")
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -83,10 +83,15 @@ def _evaluation(run: RunFiles) -> str:
 
 
 def _limits(run: RunFiles) -> str:
+    trained, measured = text(facts.perturbations(run)), text(facts.measured(run))
+    against = (
+        f"Robustness was trained and measured against one set only, the {trained}"
+        if trained == measured
+        else f"Robustness was trained against one set, the {trained}, and measured against another, the {measured}"
+    )
     lines = [
         "An accuracy under attack is an upper bound on the true robust accuracy: a stronger attack can only lower it.",
-        f"Robustness was trained and measured against one set only, the {text(facts.perturbations(run))}; it says "
-        "nothing about other norms, larger radii or changes of another kind.",
+        f"{against}; it says nothing about other norms, larger radii or changes of another kind.",
         "Certificate and intervals hold for data drawn as the certification and test data were; they do not carry over "
         "to other sources.",
     ]

@@ -105,7 +105,12 @@ def describe_set(plain: Any) -> str:
 
 
 def perturbations(run: RunFiles) -> str:
-    """The perturbation set of the run, in words."""
+    """The perturbation set that the run was trained against, in words."""
+    return describe_set(dig(run.config, "objective", "perturbations") or run.evaluation.get("perturbations"))
+
+
+def measured(run: RunFiles) -> str:
+    """The perturbation set that the run's accuracies under attack are about, in words."""
     return describe_set(run.evaluation.get("perturbations") or dig(run.config, "objective", "perturbations"))
 
 

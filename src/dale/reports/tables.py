@@ -25,7 +25,7 @@ def results(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str | float 
         found = {score.name: score for score in facts.scores(run)}
         limits = " and ".join(str(limit) for limit in facts.limits(run))
         row: list[str | float | None] = [run.name, facts.algorithm(run), facts.model(run), facts.dataset(run)]
-        row += [facts.perturbations(run), limits, facts.BRIEF[facts.verdict(run)]]
+        row += [facts.measured(run), limits, facts.BRIEF[facts.verdict(run)]]
         for name in ("clean", *attacks):
             score = found.get(name)
             row += [None] * 3 if score is None else [score.value, score.lower, score.upper]
@@ -43,16 +43,21 @@ def _certified(run: RunFiles) -> float | None:
 def _short(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str]], list[bool]]:
     """The columns that a page has room for, as text; and which of them are numbers."""
     attacks = list(dict.fromkeys(s.name for run in runs for s in facts.scores(run) if s.name != "clean"))
-    head = ["run", "row", "limit", "constraint", "clean", *attacks, "held-out loss", "certified loss", "nu"]
+    sets = {facts.measured(run) for run in runs} | {facts.perturbations(run) for run in runs}
+    named = ["attacked in"] if len(sets) > 1 else []  # or else the numbers of a column would pass for comparable
+    head = ["run", "row", "limit", "constraint", *named]
+    texts = len(head)
+    head += ["clean", *attacks, "held-out loss", "certified loss", "nu"]
     rows = []
     for run in runs:
         found = {score.name: score for score in facts.scores(run)}
         limits = " and ".join(str(limit) for limit in facts.limits(run))
         numbers = [number(dig(run.summary, "validation", "nominal_loss")), _certified(run), facts.multiplier(run)]
         cells = [run.name, facts.algorithm(run), limits or "-", facts.BRIEF[facts.verdict(run)]]
+        cells += [facts.measured(run)] * len(named)
         cells += [_accuracy(found.get(name)) for name in ("clean", *attacks)]
         rows.append(cells + ["-" if value is None else f"{value:.3f}" for value in numbers])
-    return head, rows, [False] * 4 + [True] * (len(head) - 4)
+    return head, rows, [False] * texts + [True] * (len(head) - texts)
 
 
 def _accuracy(score: Score | None) -> str:

@@ -79,8 +79,11 @@ class GaussianNoise(_FreeNoise):
 
     def noise(self, x: Tensor, key: Key, index: Tensor) -> Tensor:
         """std * N(0, I)."""
-        std = x.new_tensor(self.std)
-        if std.numel() > 1:
+        if not isinstance(self.std, tuple):
+            return self.std * random.normal(key, index, x.shape[1:]).to(x)
+        # filled there, value by value: a copy from the host would stop a captured graph
+        std = torch.cat([x.new_full((1,), value) for value in self.std])
+        if len(std) > 1:
             sizes = {x.shape[1]: (-1, 1, 1), x[0].numel(): tuple(x.shape[1:])}
             if len(std) not in sizes:
                 raise UsageError(f"GaussianNoise: std has {len(std)} values; expected 1, or one of {sorted(sizes)}")

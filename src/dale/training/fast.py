@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dale import winograd
 from dale.batch import Batch
 from dale.constraints import Dual
+from dale.faithful import unfaithful
 from dale.folding import Replica, replicate
 from dale.objectives import Objective, Step
 from dale.random import Key
@@ -203,6 +204,7 @@ def _restore(state: TrainState, saved: dict[int, Tensor]) -> None:
 
 def make_step(
     model: nn.Module,
+    shape: tuple[int, ...],
     objective: Objective,
     dtype: torch.dtype,
     device: torch.device,
@@ -211,7 +213,10 @@ def make_step(
     *,
     by_trial: bool = True,
 ) -> tuple[PlainStep, str]:
-    """Return the step for a run and a line that says which path it is and why; `steps`: of the whole run.
+    """Return the step for a run on images of a shape and a line that says which path it is and why.
+
+    The fast one is taken where a copy of the model, tried out, has the replica's logits and gradient. `steps`: of the
+    whole run.
 
     `by_trial`: what pays may be tried out by the clock; a run that promises its bits may not.
     """
@@ -220,6 +225,8 @@ def make_step(
         return plain, ""
     reason = _obstacle(objective)
     if reason is None:
+        reason = unfaithful(model, shape, captured=device.type == "cuda")
+    if reason is None:
         filtered = by_trial and device.type == "cpu" and dtype == torch.float32 and winograd.pays()
         # fused convolutions: 43.6 ms a step against 46.5 (H200, ResNet-18, batch 512)
         replica = replicate(model, dtype=dtype, channels_last=True, minimal_filtering=filtered)
@@ -227,7 +234,7 @@ def make_step(
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             if device.type != "cuda":
                 return (FilteredStep if filtered else FastStep)(objective, dtype, device, replica), ""
-            torch.backends.cudnn.benchmark = True
+            torch.backends.cudnn.benchmark = by_trial
             line = "fast path: capturing the step; where the run is long enough it is compiled first, in a minute or so"
             run = steps if by_trial and fast == "auto" else None
             return CapturedStep(objective, dtype, device, replica, steps=run), line

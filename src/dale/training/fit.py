@@ -150,7 +150,8 @@ def _step(
         # on a CPU, where the plain path's bits are promised, the fast one is taken only when asked for
         chosen: Fast = "off" if fast == "auto" and place.type == "cpu" else fast
         steps, by_trial = len(loader) * settings.epochs, not settings.deterministic
-        step, line = make_step(model, objective, settings.dtype, place, chosen, steps, by_trial=by_trial)
+        shape = tuple(loader.split.images.shape[1:])
+        step, line = make_step(model, shape, objective, settings.dtype, place, chosen, steps, by_trial=by_trial)
     step.accumulate = settings.accumulate
     step.weight_perturbation = settings.weight_perturbation
     return step, line
