@@ -19,7 +19,7 @@ from dale.folding import Replica, first_line, hooked, replicate
 # relative, of the largest logit; rounding alone does not exceed it, another function does
 LOGITS = 1e-4
 # relative, in the norm: where an activation is zero up to rounding its slope may be taken on either side
-GRADIENT = 1e-2
+GRADIENT = 5e-2
 COUNT = 3
 
 

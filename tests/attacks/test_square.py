@@ -44,6 +44,14 @@ def test_patterns(power: int, order: int) -> None:
     assert (upper[1, 2] / upper[1, 3]).item() == pytest.approx(sum(weights[1:]) / sum(weights))
 
 
+@pytest.mark.parametrize(("power", "order"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize("side", [3, 5, 8, 19])
+def test_both_halves_of_a_pattern_weigh_the_same(power: int, order: int, side: int) -> None:
+    pattern = bump(side, power)
+    halves = [torch.linalg.vector_norm(half, ord=order).item() for half in (pattern[: side // 2], pattern[side // 2 :])]
+    assert halves == pytest.approx([0.5 ** (1 / order)] * 2)
+
+
 def test_window_by_hand() -> None:
     places, inside = window(torch.tensor([1, 3]), 2, 5)
     assert inside.tolist() == [[False, True, True, False, False], [False, False, False, True, True]]

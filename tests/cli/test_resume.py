@@ -239,6 +239,8 @@ def test_no_readable_checkpoint_is_one_line_and_changes_nothing(
     assert result.code == 1
     assert len(result.err.splitlines()) == 1
     assert result.err.startswith("dale: error: no checkpoint of run can be read: ")
+    assert "falling back" not in result.err
+    assert result.err.count("damaged") == len(list((run / "checkpoints").glob("step-*"))) > 1
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 

@@ -41,10 +41,10 @@ def test_mean_and_spread_over_seeds(put, tmp_path) -> None:
     assert summarise(results, "square") is None
 
 
-def test_the_standard_error_is_the_larger_of_images_and_seeds() -> None:
+def test_the_standard_error_is_that_of_images_and_seeds_together() -> None:
     assert Summary(0.5, None, 1, 10_000).error == pytest.approx(0.005)
-    assert Summary(0.5, 0.001, 4, 10_000).error == pytest.approx(0.005)  # more seeds are not more images
-    assert Summary(0.5, 0.04, 4, 10_000).error == pytest.approx(0.02)
+    assert Summary(0.5, 0.0, 4, 10_000).error == pytest.approx(0.005)  # more seeds are not more images
+    assert Summary(0.5, 0.024, 4, 10_000).error == pytest.approx(0.013)
     assert Summary(1.0, None, 1, 100).error == 0.0
 
 

@@ -256,6 +256,19 @@ def test_away_leads_to_the_side_of_the_error_in_every_norm(ball, low):
         assert bool(turned.any()) is not isinstance(ball, Linf)
 
 
+@pytest.mark.parametrize("ball", [L1(epsilon=10.0), L2(epsilon=2.0), Linf(epsilon=EPSILON)], ids=repr)
+def test_away_holds_where_the_box_cuts_off_both_signs_of_the_noise(ball):
+    """In images that are mostly black; the noise is left out there."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+    drawn = random.uniform(random.key(3), torch.arange(500), (2, 28, 28))
+    x = torch.where(drawn[:, :1] > 0.8, drawn[:, 1:], 0.0)
+    problem = Problem(net, Batch.of(x, torch.arange(500) % 10), ball, KL(), log=True)
+    begin = Chain(start="away").begin(problem, random.key(0))
+    assert bool(((begin * problem.away_from_label()).flatten(1).sum(1) >= 0).all())
+    assert bool((problem.project(begin) - begin).abs().max() < 1e-6)
+
+
 def test_away_is_gaussian_where_nothing_changes_the_label():
     flat = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
     with torch.no_grad():

@@ -43,6 +43,18 @@ def test_one_epoch_in_one_line() -> None:
     assert "loss <= 0.100: -  nu 0.500, violation -" in format_record(RECORD | {"constraints": [absent]})
 
 
+def test_a_tightened_limit_is_the_one_that_the_multiplier_follows() -> None:
+    tight = RECORD["constraints"][0] | {
+        "limit": [0.1],
+        "margin": [0.04],
+        "measure": [0.08],
+        "violation": [-0.02],
+        "multiplier": [1.0],
+    }
+    line = format_record(RECORD | {"constraints": [tight]})
+    assert "loss <= 0.060 (tightened from 0.100): 0.080  nu 1.000, violation +0.020" in line
+
+
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -100,8 +100,8 @@ class APGD(Attack):
 
     def budget(self, num_classes: int) -> Budget:
         """One gradient for each step and one for each start, in every round."""
-        rounds = self.rounds(num_classes)
-        return Budget(steps=self.steps, restarts=rounds, gradients=rounds * (self.steps + self.searches))
+        rounds, steps = self.rounds(num_classes), max(self.steps, self.searches)  # each search makes a step at least
+        return Budget(steps=self.steps, restarts=rounds, gradients=rounds * (steps + self.searches))
 
     def hunt(
         self,

@@ -36,9 +36,12 @@ def bump(side: int, power: int) -> Tensor:
 
     In each half a pixel at Chebyshev distance d from the half's centre weighs sum_{k >= d} 1 / (k + 1)^power.
     """
+    order = 2 if power == 2 else 1
     halves = [_half(side // 2, side, power), -_half(side - side // 2, side, power)]
-    pattern = torch.cat(halves)
-    size: Tensor = torch.linalg.vector_norm(pattern, ord=2 if power == 2 else 1)
+    # as much in one half as in the other, though one has a row more where the side is odd
+    even = [half / torch.linalg.vector_norm(half, ord=order) for half in halves if half.numel()]
+    pattern = torch.cat(even)
+    size: Tensor = torch.linalg.vector_norm(pattern, ord=order)
     return pattern / size
 
 

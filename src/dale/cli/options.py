@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # Options of the rows: name -> (what to show for its value, what it means). A row refuses those it does not take.
 ROW_OPTIONS: dict[str, tuple[str, str]] = {
     "rho": ("LOSS", "limit on the nominal loss; one number, or [a, b, ...] with --by class"),
-    "min_accuracy": ("SHARE", "promise this clean accuracy instead, such as 0.85"),
+    "min_accuracy": ("SHARE", "promise this clean accuracy, such as 0.85, in place of rho's default; with --rho both"),
     "by": ("all|class|group", "one multiplier for all, or one per class or group"),
     "loss": ("kl|cross-entropy", "DALE's robust loss, or a loss of yours as package.module:Name"),
     "steps": ("N", "steps of the training attack"),

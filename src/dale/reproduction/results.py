@@ -55,8 +55,8 @@ def find_results(root: Path, spec: Spec) -> list[Result]:
 class Summary:
     """A number over seeds: mean, standard deviation (None for one seed), seeds, and images behind each value.
 
-    The standard error of the mean is what the images explain, sqrt(p (1 - p) / n), or what the seeds show, spread /
-    sqrt(seeds), whichever is larger: seeds share the test images, so that more seeds are not more images.
+    The variance of the mean is that of the images, p (1 - p) / n, and that of the seeds, spread^2 / seeds, together:
+    seeds share the test images, so that more seeds are not more images.
     """
 
     mean: float
@@ -68,7 +68,7 @@ class Summary:
     def error(self) -> float:
         """Standard error of the mean."""
         images = math.sqrt(max(self.mean * (1.0 - self.mean), 0.0) / self.n)
-        return max(images, 0.0 if self.spread is None else self.spread / math.sqrt(self.seeds))
+        return math.hypot(images, 0.0 if self.spread is None else self.spread / math.sqrt(self.seeds))
 
 
 def summarise(results: Sequence[Result], attack: str) -> Summary | None:

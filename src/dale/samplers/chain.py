@@ -202,10 +202,13 @@ class Chain(Sampler):
             return delta
         gradient = problem.away_from_label()
         step = self.start_scale * problem.perturbations.steepest(gradient)
-        # in l1 and l2 the step is no longer than the noise: where that leads back, the noise is turned round
-        one, other = problem.project(step + delta), problem.project(step - delta)
-        along = (one * gradient).flatten(1).sum(dim=1) >= 0.0
-        return torch.where(along.view(-1, *[1] * (delta.dim() - 1)), one, other)
+        # in l1 and l2 the step is no longer than the noise: where that leads back, the noise is turned round, and where
+        # that leads back too, cut off by the image box, it is left out
+        start = problem.project(step)
+        for candidate in (problem.project(step - delta), problem.project(step + delta)):
+            along = (candidate * gradient).flatten(1).sum(dim=1) >= 0.0
+            start = torch.where(along.view(-1, *[1] * (delta.dim() - 1)), candidate, start)
+        return start
 
     def _drawn(self, problem: Problem, key: Key) -> Tensor:
         if self.start == "zero":

@@ -15,8 +15,13 @@ def format_record(record: dict[str, Any]) -> str:
     names = (("loss", "loss", 3), ("robust_loss", "robust", 3), ("nominal_loss", "nominal", 3))
     parts += [f"{label} {record[key]:.{digits}f}" for key, label, digits in names if _is_number(record.get(key))]
     for constraint in record["constraints"]:
-        parts.append(f"{constraint['name']} <= {_brief(constraint['limit'])}: {_brief(constraint['measure'])}")
-        parts.append(f"nu {_brief(constraint['multiplier'])}, violation {_brief(constraint['violation'], sign=True)}")
+        # what the multiplier follows: the limit less its margin, if it is tightened
+        margins = [m or 0.0 for m in constraint.get("margin") or [0.0] * len(constraint["limit"])]
+        limits = [limit - margin for limit, margin in zip(constraint["limit"], margins, strict=True)]
+        violations = [v if v is None else v + m for v, m in zip(constraint["violation"], margins, strict=True)]
+        tightened = f" (tightened from {_brief(constraint['limit'])})" if any(margins) else ""
+        parts.append(f"{constraint['name']} <= {_brief(limits)}{tightened}: {_brief(constraint['measure'])}")
+        parts.append(f"nu {_brief(constraint['multiplier'])}, violation {_brief(violations, sign=True)}")
     held = record.get("validation")
     if held:
         parts.append(f"held-out clean {held['clean_accuracy']:.1%}, loss {held['nominal_loss']:.3f}")

@@ -59,9 +59,14 @@ class RunFolder:
     def create(self, config: RunConfig) -> None:
         """Make the folder of a new run; an existing one is refused."""
         if self.exists:
+            try:
+                self.config()
+                trust = ""
+            except DaleError:  # of a model of the user's own
+                trust = " --trust"
             raise UsageError(
                 f"{self.path} already exists; choose another --out (in Python, out), "
-                f"or continue it with `dale train --resume {self.path}`"
+                f"or continue it with `dale train --resume {self.path}{trust}`"
             )
         # the configuration first: with it the folder is a run that can be continued, whatever happens next
         write_text(self.path / "config.yaml", config.to_yaml())
@@ -145,13 +150,13 @@ class RunFolder:
             try:
                 tensors, facts = read_tensors(path)
             except CheckpointError as error:
-                notes.append(f"{error}; falling back to the checkpoint before it")
+                notes.append(str(error))
                 continue
             state.restore(tensors, facts, path.name)
             self._needed = frozenset(state.selection.candidates)
-            return notes
+            return [f"{note}; falling back to the checkpoint before it" for note in notes]
         if notes:
-            raise CheckpointError(f"no checkpoint of {self.path} can be read: {notes[0]}")
+            raise CheckpointError(f"no checkpoint of {self.path} can be read: {'; '.join(notes)}")
         return notes
 
     def candidate(self, epoch: int) -> Path:

@@ -91,7 +91,8 @@ class Validated:
         if math.isfinite(self.robust):
             plain["robust_accuracy"] = self.robust
         plain["constraints"] = [
-            {"measure": m.mean.tolist(), "standard_error": m.error.tolist(), "train": t.mean.tolist()}
+            {"measure": m.mean.tolist(), "standard_error": m.error.tolist()}
+            | ({} if t is m else {"train": t.mean.tolist()})  # measured where a limit is tightened by it
             for m, t in zip(self.measures, self.trained, strict=True)
         ]
         return finite(plain)  # type: ignore[no-any-return]
