@@ -28,6 +28,7 @@ ROOMS = (
         "folded",
         "winograd",
         "folding",
+        "faithful",
         "files",
         "environment",
         "bars",

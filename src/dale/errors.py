@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class DaleError(Exception):
@@ -72,3 +74,13 @@ def require_choice(owner: object, choices: Iterable[str], **values: str) -> None
     for name, value in values.items():
         if value not in allowed:
             raise unknown(f"{type(owner).__name__}.{name}", value, allowed)
+
+
+def told_of(error: BaseException) -> str:
+    """What went wrong in code of the user's, in one line: the error's first line, its kind, and where it was raised."""
+    text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    ours = str(Path(__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    theirs = [frame for frame in frames if not {"site-packages", "dist-packages"} & {*Path(frame.filename).parts}]
+    place = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
+    return f"{type(error).__name__}: {text[:200]}{place}" if text else f"{type(error).__name__}{place}"

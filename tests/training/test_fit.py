@@ -21,11 +21,11 @@ from torch import nn
 
 import dale
 from dale import environment
-from dale.data import Loader, RandomCrop
+from dale.data import Loader, RandomCrop, Split, split_dataset
 from dale.errors import UsageError
 from dale.files import read_tensors
 from dale.training import SGD, Averaging, Constant, Piecewise, RunFolder, Validation
-from dale.training.fit import _homeless
+from dale.training.fit import _empty, _homeless
 from dale.training.steps import PlainStep
 
 QUICK: dict[str, Any] = {
@@ -132,6 +132,15 @@ def test_batches_go_through_the_compiler_of_the_step(
     assert seen.count("_load") == 1  # digits: an epoch is one block, and the first is under way when the step decides
     for ours, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_classes_without_an_example_are_said() -> None:
+    labels = torch.tensor([0, 2, 7] * 20)
+    images = torch.zeros(60, 1, 8, 8, dtype=torch.uint8)
+    gaps = split_dataset("gaps", Split.of(images, labels, 8), validation_size=10, certification_size=1, test_size=10)
+    (line,) = _empty(gaps)
+    assert line == "5 of 8 classes have no training example: 1, 3, 4, 5, 6; labels count from 0"
+    assert _empty(dale.load_dataset("digits")) == []
 
 
 def test_without_an_average_the_raw_weights_are_shipped(data: dale.Dataset, tmp_path: Path) -> None:

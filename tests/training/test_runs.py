@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dale.errors import CheckpointError, DaleError, UsageError
 from dale.files import read_tensors
 from dale.training import SGD, AdamW, RunConfig, RunFolder, TrainState
 from dale.training.averaging import AveragedModel, Averaging
+from dale.training.config import ModelConfig
 from dale.training.optimisers import Optimiser
 from dale.training.selection import Candidate
 
@@ -138,6 +140,16 @@ def test_a_folder_with_nothing_but_half_written_files_is_free(tmp_path: Path) ->
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(UsageError, match="already exists"):
         RunFolder(tmp_path / "link").create(RunConfig())
+
+
+def test_a_run_of_the_users_own_model_is_continued_with_trust(tmp_path: Path) -> None:
+    for name, hint in (("convnet", "run`"), ("my_pkg:Net", "run --trust`")):
+        run = tmp_path / name.replace(":", "-") / "run"
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text(replace(RunConfig(), model=ModelConfig(name=name)).to_yaml())
+        with pytest.raises(UsageError) as refused:
+            RunFolder(run).create(RunConfig())
+        assert str(refused.value).endswith(hint)
 
 
 def test_a_log_cut_short_by_a_crash(folder: RunFolder) -> None:

@@ -212,6 +212,9 @@ def _perturbations(current: Any, args: argparse.Namespace) -> Any:
     if epsilon is not None:
         if "epsilon" not in fields:
             raise UsageError(f"--epsilon: {plain['type']} has no radius; its options are {', '.join(fields) or 'none'}")
+        if cls.__name__ == "Linf" and epsilon > 1.0:
+            meant = f"; did you mean {epsilon:g}/255?" if epsilon <= 255.0 else ""
+            raise UsageError(f"--epsilon: a pixel has the range [0, 1], got {args.epsilon}{meant}")
         plain["epsilon"] = epsilon
     elif "epsilon" in fields and "epsilon" not in plain:
         raise UsageError(f"--set {plain['type']} needs a radius: give --epsilon")

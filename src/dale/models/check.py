@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dale import random
-from dale.errors import DaleError, UsageError
+from dale.errors import DaleError, UsageError, told_of
 from dale.faithful import unfaithful
 from dale.models.weights import stored_tensors
 from dale.modes import sampling_mode
@@ -145,7 +145,7 @@ class _Examination:
                 logits = self.model(self.seen)
         except Exception as error:
             shape = tuple(self.images.shape)
-            return ModelCheck(name, "fail", f"float32 images of shape {shape} in [0, 1] are refused: {_line(error)}.")
+            return ModelCheck(name, "fail", f"float32 images of shape {shape} in [0, 1] are refused: {told_of(error)}.")
         expected = (len(self.images), self.num_classes)
         if not isinstance(logits, Tensor):
             return ModelCheck(name, "fail", f"The output is a {type(logits).__name__}, expected a tensor of logits.")
@@ -190,7 +190,7 @@ class _Examination:
             first, again = self.gradient()
             _, fresh = self.gradient()
         except Exception as error:
-            line = _line(error)
+            line = told_of(error)
             cause = "an in-place operation" if "place" in line else "a graph that does not reach the input or is reused"
             return ModelCheck(name, "fail", f"The backward pass to the input fails ({cause}): {line}.")
         if not bool(first.isfinite().all()):
@@ -214,7 +214,7 @@ class _Examination:
             with torch.no_grad():
                 again = self.model(self.images.clone())
         except Exception as error:
-            return ModelCheck("determinism", "fail", f"A second pass in eval mode fails: {_line(error)}.")
+            return ModelCheck("determinism", "fail", f"A second pass in eval mode fails: {told_of(error)}.")
         if not _close(again, self.logits):
             return ModelCheck(
                 "determinism", "fail", "Two passes over the same images differ in eval mode: it is random."
@@ -231,7 +231,7 @@ class _Examination:
                 alone = torch.cat([self.model(image[None].clone()) for image in self.images])
                 turned = self.model(self.images.flip(0)).flip(0)
         except Exception as error:
-            return ModelCheck(name, "fail", f"A batch of one image is refused in eval mode: {_line(error)}.")
+            return ModelCheck(name, "fail", f"A batch of one image is refused in eval mode: {told_of(error)}.")
         if alone.shape == self.logits.shape and _close(alone, self.logits) and _close(turned, self.logits):
             return ModelCheck(name, "ok", "An image's logits do not depend on the rest of the batch in eval mode.")
         own = "" if all(m.track_running_stats for m in self.norms()) else " (BatchNorm without running statistics)"
@@ -249,7 +249,7 @@ class _Examination:
                 loss = nn.functional.cross_entropy(self.model(images), torch.zeros_like(self.logits[:, 0]).long())
                 gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
         except Exception as error:
-            return ModelCheck(name, "fail", f"A pass in train mode fails: {_line(error)}.")
+            return ModelCheck(name, "fail", f"A pass in train mode fails: {told_of(error)}.")
         if not torch.equal(images, self.images):
             return ModelCheck(name, "fail", "The model changes its input in place in train mode.")
         if not all(bool(g.isfinite().all()) for g in gradients if g is not None):
@@ -288,7 +288,7 @@ class _Examination:
             tensors = stored_tensors(self.model)
             back = safetensors.torch.load(safetensors.torch.save(tensors))
         except (DaleError, safetensors.SafetensorError, KeyError, ValueError) as error:
-            return ModelCheck("weights", "fail", f"The state dict cannot be stored as safetensors: {_line(error)}.")
+            return ModelCheck("weights", "fail", f"The state dict cannot be stored as safetensors: {told_of(error)}.")
         if not all(torch.equal(back[key], value) for key, value in tensors.items()):
             return ModelCheck("weights", "fail", "The state dict comes back changed from safetensors (or holds NaN).")
         return ModelCheck("weights", "ok", f"{len(tensors)} tensors are stored and read back as safetensors.")
@@ -308,9 +308,3 @@ def _close(a: Tensor, b: Tensor) -> bool:
     """Equal up to the rounding of another order of summation: within sqrt(machine epsilon) of the largest value."""
     scale = float(b.abs().max()) if b.numel() else 0.0
     return a.shape == b.shape and float((a - b).abs().max()) <= torch.finfo(b.dtype).eps ** 0.5 * scale
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error, without its full stop."""
-    text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return f"{type(error).__name__}: {text}"[:200] if text else type(error).__name__

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dale.components import import_path, to_plain
 from dale.data import Dataset, Loader
 from dale.environment import kept_memory, no_denormals, require_bfloat16
-from dale.errors import CheckpointError, UsageError, require, unknown
+from dale.errors import CheckpointError, UsageError, require, told_of, unknown
 from dale.files import finite, write_json
 from dale.objectives import Objective
 from dale.training import distributed
@@ -116,7 +116,8 @@ def fit(
         try:
             board.start(to_plain(config))
             with Progress(total, done, progress and distributed.is_main()) as bar:
-                for note in (*(f"warning: {note}" for note in (*(notes or ()), *_homeless(model))), line):
+                warnings = (*(notes or ()), *_homeless(model), *_empty(data))
+                for note in (*(f"warning: {note}" for note in warnings), line):
                     bar.say(note)
                 Trainer(config, filled, data, state, folder, loader, step, place, bar, board).run()
             summary = _finish(model, filled, data, state, folder, config)
@@ -131,6 +132,15 @@ def _homeless(model: nn.Module) -> list[str]:
         return []
     name = type(model).__name__
     return [f"{name} is defined in the program itself: to load or resume this run elsewhere, move it to a module"]
+
+
+def _empty(data: Dataset) -> list[str]:
+    """What to say of classes that no training example has: labels with gaps make such."""
+    missing = (torch.bincount(data.train.labels.cpu(), minlength=data.num_classes) == 0).nonzero().flatten().tolist()
+    if not missing:
+        return []
+    shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+    return [f"{len(missing)} of {data.num_classes} classes have no training example: {shown}; labels count from 0"]
 
 
 def _step(
@@ -237,8 +247,8 @@ def _check(model: nn.Module, objective: Objective, data: Dataset) -> None:
             logits = model(image.images)
     except Exception as error:  # a model of the user's may raise anything
         shape = "x".join(map(str, data.image_shape))
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UsageError(f"the model does not accept images of {shape}, the shape of {data.name}: {reason}") from error
+        told = told_of(error)
+        raise UsageError(f"the model does not accept images of {shape}, the shape of {data.name}: {told}") from error
     finally:
         for module, training in was:
             module.training = training
