@@ -130,6 +130,8 @@ class Net(nn.Module):
                     self.seen = 0.9 * self.seen + h.detach().mean(dim=(0, 2, 3))
             case "reads" if self.training:
                 h = h * max(float(h.detach().mean()), 0.1)
+            case "counts" if self.training:
+                h = h - h[h > 0].mean()
         return self.fc(self.relu(h).mean(dim=(2, 3)))  # type: ignore[no-any-return]
 
 
@@ -257,6 +259,7 @@ def test_a_model_may_ask_for_another_precision_in_between() -> None:
     ("make", "reason"),
     [
         (lambda: Net("reads"), "reads a number from a tensor"),
+        (lambda: Net("counts"), "reads a number from a tensor"),
         (lambda: Net("plain", norm=nn.BatchNorm2d(8, momentum=None)), "reads a number from a tensor"),
         (lambda: Net("reassigned"), "its buffer seen"),
     ],

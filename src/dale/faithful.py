@@ -31,8 +31,7 @@ def unfaithful(model: nn.Module, shape: tuple[int, ...], *, captured: bool = Fal
     if (reason := hooked(model)) is not None:  # with which some models cannot be copied
         return reason
     with torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        images = torch.rand(COUNT, *shape)
+        images = torch.rand(COUNT, *shape, generator=torch.Generator().manual_seed(0))
         try:
             # the memory layout that training takes
             own: nn.Module = copy.deepcopy(model).cpu().float().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -63,8 +62,12 @@ def _logits_and_gradient(model: nn.Module, images: Tensor) -> tuple[Tensor, Tens
     return logits.detach(), gradient
 
 
+_ATEN = torch.ops.aten
+_WAITING = {_ATEN._local_scalar_dense.default, _ATEN.nonzero.default, _ATEN.masked_select.default}
+
+
 class _Waiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether a number was read from a tensor, for which a GPU would have to be waited for."""
+    """Notes whether a number, or how many are true, was read from a tensor: a GPU would have to be waited for."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,7 +75,9 @@ class _Waiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation."""
-        self.waited |= func is torch.ops.aten._local_scalar_dense.default
+        self.waited |= func in _WAITING
+        if func is _ATEN.index.Tensor:
+            self.waited |= any(place is not None and place.dtype == torch.bool for place in args[1])
         return func(*args, **(kwargs or {}))
 
 
