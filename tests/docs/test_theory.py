@@ -114,11 +114,18 @@ def test_the_table_of_starts_is_that_of_the_results() -> None:
         divergence, accuracy, surer = (variant[key]["mean"] for key in ("divergence", "accuracy", "surer"))
         assert f"| {name} | {divergence:.3f} | {100 * accuracy:.1f}% | {100 * surer:.0f}% |" in TEXT
     (digits,) = json.loads((results / "start-digits.json").read_text())["summary"].values()
+    plain = json.loads((results / "optimal.json").read_text())["summary"]["dale"]
+    text = " ".join(TEXT.split())
     for key in ("robust_accuracy", "clean_accuracy"):
-        assert f"{100 * digits[key]['mean']:.1f} ± {100 * digits[key]['standard_deviation']:.1f}%" in TEXT
-    assert f"held-out loss {digits['validation_loss']['mean']:.3f} for rho = {digits['rho']}" in TEXT
-    assert f"nu {digits['multiplier']['mean']:.2f} (five seeds" in TEXT
-    assert digits["seeds"] == 5
+        pair = (
+            f"{100 * one[key]['mean']:.1f} ± {100 * one[key]['standard_deviation']:.1f}%" for one in (digits, plain)
+        )
+        assert " for ".join(pair) in text
+    losses = " for ".join(f"{one['validation_loss']['mean']:.3f}" for one in (digits, plain))
+    above = {2: "two"}[digits["seeds"] - digits["validation_loss_within_rho"]]
+    assert f"held-out loss {losses} ({above} of five above rho = {digits['rho']})" in text
+    assert "nu " + " for ".join(f"{one['multiplier']['mean']:.2f}" for one in (digits, plain)) in text
+    assert digits["seeds"] == plain["seeds"] == 5
 
 
 def test_the_convex_problem_of_the_picture_is_solved(pictures: ModuleType) -> None:
