@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dale.folding import Replica, first_line, hooked, replicate
+from dale.errors import told_of
+from dale.folding import Replica, hooked, replicate
 
 # relative, of the largest logit; rounding alone does not exceed it, another function does
 LOGITS = 1e-4
@@ -38,14 +39,14 @@ def unfaithful(model: nn.Module, shape: tuple[int, ...], *, captured: bool = Fal
             own.eval()
             expected = _logits_and_gradient(own, images)
         except Exception as error:
-            return f"a copy of the model cannot be tried out: {first_line(error)}"
+            return f"a copy of the model cannot be tried out: {told_of(error)}"
         replica = replicate(own, channels_last=True)
         if not isinstance(replica, Replica):
             return replica
         try:
             found = _logits_and_gradient(replica, images)
         except Exception as error:
-            return f"a copy of the model with its layers folded cannot run: {first_line(error)}"
+            return f"a copy of the model with its layers folded cannot run: {told_of(error)}"
         if not float((found[0] - expected[0]).abs().max()) <= LOGITS * float(expected[0].abs().max()):
             return "with its layers folded the model gives other logits"
         if not float((found[1] - expected[1]).norm()) <= GRADIENT * float(expected[1].norm()):
@@ -89,7 +90,7 @@ def _unrepeatable(model: nn.Module, images: Tensor) -> str | None:
         with _Waiting() as mode:
             model(images)
     except Exception as error:
-        return f"a copy of the model cannot be tried out in train mode: {first_line(error)}"
+        return f"a copy of the model cannot be tried out in train mode: {told_of(error)}"
     if mode.waited:
         return "the model reads a number from a tensor in train mode, for which a GPU must be waited for"
     for name, buffer in model.named_buffers():

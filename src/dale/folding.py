@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from dale import winograd
 from dale.compiling import Compiler, as_it_is
+from dale.errors import told_of
 from dale.folded import Copied, FoldedBlock, FoldedConv, FoldedNorm, refresh_together
 from dale.kernels import WIDE, blocks_pay
 
@@ -95,7 +96,7 @@ def replicate(
         try:
             traced = fx.GraphModule(model, _Tracer().trace(model))
         except Exception as error:
-            return f"torch.fx cannot trace the model: {first_line(error)}"
+            return f"torch.fx cannot trace the model: {told_of(error)}"
         if any(node.op == "get_attr" for node in traced.graph.nodes):
             return "the model reads a tensor of its own outside its layers"
         # a graph module of its own, so that replacing layers leaves the model alone. What looks like dead code stays:
@@ -111,15 +112,10 @@ def replicate(
             graph.recompile()
             return Replica(graph, dtype, channels_last, minimal_filtering)
         except Exception as error:  # a layer that cannot be copied, a weight without this memory layout
-            return f"its layers cannot be replaced by copies: {first_line(error)}"
+            return f"its layers cannot be replaced by copies: {told_of(error)}"
     finally:
         for module, flag in training:
             module.training = flag
-
-
-def first_line(error: Exception) -> str:
-    """What went wrong, in one line."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def hooked(model: nn.Module) -> str | None:

@@ -101,6 +101,18 @@ def test_another_question_does_not_replace_the_answer_on_file(
         assert (run / "evaluation.json").read_bytes() == before
 
 
+def test_what_replaces_an_evaluation_has_its_curve_and_its_checks(run: Path, dale: Dale) -> None:
+    common = ("--quiet", "--device", "cpu", "--examples", "20", "--attacks", "noise")
+    assert dale("evaluate", run, *common, "--epsilons", "0.05", "0.1").code == 0
+    first = Evaluation.load(run / "evaluation.json")
+    assert dale("evaluate", run, *common, "--no-checks").out.count("evaluation-no_checks.json") == 1
+    assert dale("evaluate", run, *common, "fgsm").code == 0
+    second = Evaluation.load(run / "evaluation.json")
+    assert [a.name for a in second.attacks] == ["noise", "fgsm"]
+    assert [p.epsilon for p in second.curve] == [p.epsilon for p in first.curve] == [0.05, 0.1]
+    assert {a.name for a in second.alarms} >= {a.name for a in first.alarms} > set()
+
+
 def test_many_attacks_do_not_make_a_name_too_long_for_a_file(run: Path, dale: Dale) -> None:
     common = ("--no-checks", "--quiet", "--device", "cpu", "--examples", "2", "--attacks")
     assert dale("evaluate", run, *common, "noise").code == 0

@@ -128,6 +128,18 @@ class RefusesOne(Base):
         return super().forward(x)
 
 
+class WaitsInTraining(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (max(float(x.detach().mean()), 1.0) if self.training else 1.0)
+
+
+class OtherGradient(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = x.sigmoid()
+        return super().forward(x * gate)
+
+
 class WorksOnce(Base):
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "used"):
@@ -165,7 +177,9 @@ class FailsInTraining(Base):
         (ReturnsClasses, "output", "fail", "torch.int64"),
         (lambda: Base(4), "output", "fail", r"shape \(4, 4\), expected \(4, 3\)"),
         (lambda: nn.Conv2d(3, 3, 3), "output", "fail", r"shape \(4, 1, 8, 8\) in \[0, 1\] are refused: RuntimeError"),
-        (BranchesOnData, "traceable", "warn", "fast path stays off"),
+        (BranchesOnData, "traceable", "warn", "^The fast path stays off"),
+        (OtherGradient, "traceable", "warn", "^The fast path stays off: .* another gradient"),
+        (WaitsInTraining, "traceable", "warn", "^On a GPU the fast path stays off: .* waited for"),
         (BranchesOnData, "gradient", "ok", "reach the input"),
         (HasUnused, "training", "warn", "2 parameters have no part in the output, first extra.weight"),
         (NothingToTrain, "training", "fail", "nothing to train"),

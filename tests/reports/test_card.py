@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from dale.reports.card import model_card
 from dale.reports.runs import read_run
@@ -20,6 +21,15 @@ def test_the_card_has_every_part(make_run):
     assert "clipped at the level" in card
     assert "**epsilon**: A larger radius fools the model less." in card
     assert "not met" not in card
+
+
+def test_the_set_of_the_training_is_not_taken_for_that_of_the_evaluation(make_run):
+    run = read_run(make_run())
+    assert "trained and measured against one set only, the l-infinity ball of radius 0.25" in model_card(run, "")
+    measured = replace(run, evaluation=run.evaluation | {"perturbations": {"type": "Linf", "epsilon": 0.01}})
+    card = model_card(measured, "")
+    assert "one set, the l-infinity ball of radius 0.25, and measured against another, the l-infinity ball of " in card
+    assert "perturbations: l-infinity ball of radius 0.25" in card
 
 
 def test_a_missed_constraint_is_a_limit(make_run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 
 from dale.reports.runs import read_run
 from dale.reports.tables import comma_separated, latex, markdown, write_tables
@@ -20,6 +21,18 @@ def test_the_numbers_are_in_each(make_run, tmp_path):
     assert float(rows[0]["pgd20 lower"]) == runs[0].evaluation["worst"]["lower"]
     assert rows[0]["certified loss"] == "0.095"
     assert rows[1]["multiplier"] == ""
+
+
+def test_the_set_is_named_where_accuracies_are_about_several(make_run):
+    runs = [read_run(make_run("a")), read_run(make_run("b"))]
+    assert "attacked in" not in markdown(runs)
+    other = runs[1].evaluation | {"perturbations": {"type": "Linf", "epsilon": 0.01}}
+    table = markdown([runs[0], replace(runs[1], evaluation=other)])
+    assert [line.split(" | ")[4] for line in table.splitlines() if line.startswith(("| run", "| a", "| b"))] == [
+        "attacked in",
+        "l-infinity ball of radius 0.25",
+        "l-infinity ball of radius 0.01",
+    ]
 
 
 def test_columns_are_the_attacks_of_all_runs(make_run):

@@ -130,6 +130,13 @@ def test_validate_measures_the_whole_held_out_split_and_attacks_a_part() -> None
     assert seen.measures[0].mean.item() == seen.nominal
     trained = loss(logits["train"], None, data.train.labels).double().mean().item()
     assert seen.trained[0].mean.item() == pytest.approx(trained)
+    assert seen.to_plain()["constraints"][0]["train"] == seen.trained[0].mean.tolist()
+    plain = dale.algorithms.dale(dale.Linf(epsilon=0.1), rho=0.5, tighten=False)
+    unseen = validate(
+        model, plain, duals, data.train, data.validation, Validation(steps=1, examples=7),
+        key=dale.key(0), batch_size=16,
+    )  # fmt: skip
+    assert "train" not in unseen.to_plain()["constraints"][0]  # what was not measured is not said
     assert seen.clean == (logits["held"].argmax(dim=1) == data.validation.labels).double().mean().item()
     assert (seen.robust * 7) == pytest.approx(round(seen.robust * 7))
 

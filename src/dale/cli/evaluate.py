@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     if out is not None and beside:  # another question, or less of the same: it does not replace the answer on file
         file = out = out / f"evaluation-{beside}.json"
         before = {}
+    curve = before.get("curve", []) if args.out is None else []  # what replaces it has its radii too
+    radii = [number(text, "--epsilons") or 0.0 for text in args.epsilons or []] or [p["epsilon"] for p in curve]
     evaluation = evaluate(
         model,
         data,
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         rho=rho,
         save_examples=args.save_examples,
         checks=not args.no_checks,
-        epsilons=[number(text, "--epsilons") or 0.0 for text in args.epsilons] if args.epsilons else None,
+        epsilons=radii or None,
         sources=_sources(args),
     )
     if file is not None and "certificate" in before:  # it is about the run, not about these attacks
@@ -109,6 +111,8 @@ def _differs(before: dict[str, Any], args: argparse.Namespace, data: Dataset, pe
         parts += [part for part in (args.set, args.epsilon) if part is not None]
     if args.seed != before.get("seed", args.seed):
         parts.append(f"seed{args.seed}")
+    if args.no_checks and before.get("alarms"):
+        parts.append("no-checks")
     if parts or not set(known) <= set(attacks):
         parts += attacks if set(known) != set(attacks) else []
     name = "-".join(re.sub(r"[^\w.@]+", "_", part).strip("_") for part in parts)

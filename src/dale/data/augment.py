@@ -101,11 +101,9 @@ class RandomCrop(Augmentation):
         places, inside = [], []
         for axis, length in enumerate(images.shape[2:]):
             place = torch.arange(length, device=images.device) + (numbers[:, axis : axis + 1] - self.padding)
-            places.append(place.clamp(0, length - 1))
+            places.append(place)
             inside.append((place >= 0) & (place < length))
-        picked = images.gather(2, places[0][:, None, :, None].expand_as(images))
-        picked = picked.gather(3, places[1][:, None, None, :].expand_as(images))
-        return torch.where((inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(1), picked, 0)
+        return _looked_up(images, places, inside)
 
     def _shift(self, images: Tensor, numbers: Tensor) -> Tensor:
         """How many pixels later in memory each shifted image begins."""
@@ -125,6 +123,14 @@ class RandomCrop(Augmentation):
             rows, columns = (_inside(n, self.padding, like.dtype, like.device) for n in (height, width))
             mask = rows[row].unsqueeze(2) * columns[column].unsqueeze(1)
         return moved.view(-1, *shape).mul_(mask.view(-1, 1, height, width))
+
+
+def _looked_up(images: Tensor, places: list[Tensor], inside: list[Tensor]) -> Tensor:
+    """Each pixel from its row and column, (B, H) and (B, W), where both are inside; black elsewhere."""
+    rows, columns = (place.clamp(0, length - 1) for place, length in zip(places, images.shape[2:], strict=True))
+    picked = images.gather(2, rows[:, None, :, None].expand_as(images))
+    picked = picked.gather(3, columns[:, None, None, :].expand_as(images))
+    return torch.where((inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(1), picked, 0)
 
 
 @functools.lru_cache(maxsize=32)
@@ -179,11 +185,9 @@ class RandomCropShift(Augmentation):
         for axis, length in enumerate((height, width)):
             lost, taken, put = numbers[:, axis].unsqueeze(2).unbind(1)
             place = torch.arange(length, device=images.device) - put
-            sources.append((place + taken).clamp(0, length - 1))
+            sources.append(place + taken)
             inside.append((place >= 0) & (place < length - lost))
-        picked = images.gather(2, sources[0][:, None, :, None].expand_as(images))
-        picked = picked.gather(3, sources[1][:, None, None, :].expand_as(images))
-        return torch.where((inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(1), picked, 0)
+        return _looked_up(images, sources, inside)
 
 
 @dataclass(frozen=True, kw_only=True)

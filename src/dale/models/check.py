@@ -298,9 +298,10 @@ class _Examination:
         name = "traceable"
         if not has_output:
             return ModelCheck(name, "warn", "Without logits the fast path stays off.")
-        reason = unfaithful(self.model, tuple(self.images.shape[1:]), captured=True)
-        if reason is not None:
-            return ModelCheck(name, "warn", f"The fast path stays off: {reason}.")
+        for where, captured in (("The", False), ("On a GPU the", True)):
+            reason = unfaithful(self.model, tuple(self.images.shape[1:]), captured=captured)
+            if reason is not None:
+                return ModelCheck(name, "warn", f"{where} fast path stays off: {reason}.")
         return ModelCheck(name, "ok", "A folded copy has its logits and gradient: the fast path is open.")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shlex
 import signal
 import threading
 import time
@@ -145,18 +144,7 @@ class Trainer:
 
     def _stop(self, number: int) -> None:
         distributed.first(self.writer.wait)
-        trust = " --trust" if self._needs_trust() else ""
-        raise InterruptedTrainingError(
-            f"stopped; nothing is lost. Continue with: dale train --resume {shlex.quote(str(self.folder.path))}{trust}",
-            number,
-        )
-
-    def _needs_trust(self) -> bool:
-        try:
-            self.folder.config()
-        except DaleError:
-            return True
-        return False
+        raise InterruptedTrainingError(f"stopped; nothing is lost. Continue with: {self.folder.resume_command}", number)
 
     def _check_finite(self, *, weights: bool = False) -> None:
         """Stop where the loss is not finite, and with `weights`, before a checkpoint, where they are not."""

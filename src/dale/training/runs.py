@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,17 +57,22 @@ class RunFolder:
             return self.path.exists() or self.path.is_symlink()
         return any(not is_temporary(inside) for inside in self.path.iterdir())
 
+    @property
+    def resume_command(self) -> str:
+        """The command that continues the run."""
+        try:
+            self.config()
+            trust = ""
+        except DaleError:  # it names code of the user's own
+            trust = " --trust"
+        return f"dale train --resume {shlex.quote(str(self.path))}{trust}"
+
     def create(self, config: RunConfig) -> None:
         """Make the folder of a new run; an existing one is refused."""
         if self.exists:
-            try:
-                self.config()
-                trust = ""
-            except DaleError:  # of a model of the user's own
-                trust = " --trust"
             raise UsageError(
                 f"{self.path} already exists; choose another --out (in Python, out), "
-                f"or continue it with `dale train --resume {self.path}{trust}`"
+                f"or continue it with `{self.resume_command}`"
             )
         # the configuration first: with it the folder is a run that can be continued, whatever happens next
         write_text(self.path / "config.yaml", config.to_yaml())
