@@ -47,6 +47,7 @@ from dale.perturbations import Linf
 from dale.training import SGD, Averaging, TrainState
 from dale.training.averaging import AveragedModel
 from dale.training.fast import CapturedStep
+from dale.training.weights import WeightPerturbation
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 H200 = types.SimpleNamespace(
@@ -231,10 +232,11 @@ def step(compiler: Compiler, network: str, row: str) -> None:
     model.to(memory_format=torch.channels_last)
     replica = replicate(model, dtype=torch.bfloat16, channels_last=True)
     assert isinstance(replica, Replica)
-    budget = {"rho": 0.8} if row == "dale" else {}
-    objective = algorithms.build(row, Linf(epsilon=8 / 255), steps=2, **budget).for_run(1000, 10)
+    options: dict[str, Any] = {"rho": 0.8, "start": "away"} if row == "dale" else {}
+    objective = algorithms.build(row, Linf(epsilon=8 / 255), steps=2, **options).for_run(1000, 10)
     captured = CapturedStep(objective, torch.bfloat16, CPU, replica)
     captured.compiler = replica.compiler = compiler
+    captured.weight_perturbation = WeightPerturbation()
     captured.word = torch.zeros((), dtype=torch.int64)
     images = torch.zeros(size, *shape).to(memory_format=torch.channels_last)
     batch = Batch(images, torch.arange(size) % 10, torch.arange(size), None)

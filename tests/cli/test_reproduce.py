@@ -31,7 +31,7 @@ def test_a_table_of_nothing_says_so(dale, tmp_path) -> None:
         (["tabel1"], "unknown table 'tabel1'; did you mean 'table1'?"),
         (["table6", "--dataset", "mnist"], "table6 of the paper is about cifar10, not mnist"),
         (["table1", "--budget", "ful"], "unknown budget 'ful'; did you mean 'full'?"),
-        (["table1", "--budget", "robust", "--dataset", "mnist"], "unknown budget for mnist 'robust'"),
+        (["table1", "--budget", "retuned", "--dataset", "mnist"], "unknown budget for mnist 'retuned'"),
         (["table1", "--model", "resnet19"], "unknown model 'resnet19'; did you mean 'resnet18'?"),
         (["table1", "--seeds", "0"], "--seeds: expected at least 1, got 0"),
         (["table1", "--rows", "trade"], "unknown row 'trade'; did you mean 'trades'?"),

@@ -109,8 +109,8 @@ def test_what_a_budget_gives_to_one_row_goes_to_no_other() -> None:
 
 
 def test_a_budget_may_start_from_a_stored_model() -> None:
-    retuned, best = (Spec("cifar10", "resnet18", "dale", {"rho": 0.7}, budget) for budget in ("retuned", "best"))
-    assert retuned.config().model.init == "zoo:cifar10-resnet18-dale"
+    retuned, best = (Spec("cifar10", "resnet18", "dale", {"rho": 0.8}, budget) for budget in ("retuned", "best"))
+    assert retuned.config().model.init == "zoo:cifar10-resnet18-dale-base"
     assert best.config().model.init is None
     assert find(retuned.config().model.init).dataset == "cifar10"
 

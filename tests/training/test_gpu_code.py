@@ -40,7 +40,7 @@ def compiled(*arguments: str) -> Counter[str]:
 
 
 def test_the_captured_step_of_a_residual_network_compiles_for_hopper() -> None:
-    """With its folded replica, blocks of the first stage in one operation each, and multipliers."""
+    """With its folded replica, blocks of the first stage in one operation each, multipliers, and a start away."""
     kernels = compiled("resnet18", "dale")
     assert kernels.keys() >= CHAIN | STEP | {"_scale", "_logits", "narrow_forward", "wide_backward"}
     assert kernels.total() > 100, kernels

@@ -104,7 +104,7 @@ def folder() -> Path:
 def entries(place: Path | None = None) -> list[Entry]:
     """The models of a zoo, by name."""
     place = folder() if place is None else place
-    return [_read(path) for path in sorted(place.glob("*.json"))]
+    return [_read(path) for path in sorted(place.glob("*.json"), key=lambda path: path.stem)]
 
 
 def find(name: str, place: Path | None = None) -> Entry:

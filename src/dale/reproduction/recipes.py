@@ -16,7 +16,7 @@ from dale.errors import unknown
 if TYPE_CHECKING:
     from dale.training.config import RunConfig
 
-BUDGETS = ("full", "short", "smoke", "best", "mixed", "deeper", "regularised", "long", "robust", "retuned", "augmented")
+BUDGETS = ("full", "short", "smoke", "best", "mixed", "deeper", "regularised", "long", "augmented", "retuned")
 DATASETS = ("mnist", "cifar10")
 # how an option is written in a file's name; those that are not here by their own names
 _SHORT = {"noise_scale": "noise", "dual_frequency": "dual", "dual_step_size": "eta", "step_size": "step"}

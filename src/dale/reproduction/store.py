@@ -95,7 +95,8 @@ def _add(path: Path, found: dict[str, Any]) -> None:
     by_count = {part["n"]: part for part in plain["published"]}
     part = by_count.setdefault(found["n"], {"n": found["n"], "accuracies": {}})
     on = {"on": f"{machine(environment())}, {found['precision']}"}  # parts may be added elsewhere
-    part["accuracies"] |= {"clean": found["clean"] | on} | {a["name"]: a["accuracy"] | on for a in found["attacks"]}
+    part["accuracies"] |= {"clean": found["clean"] | on}
+    part["accuracies"] |= {a["name"]: a["accuracy"] | on | {"seconds": round(a["seconds"], 2)} for a in found["attacks"]}
     part["nominal_loss"] = found["nominal_loss"]
     plain["published"] = [by_count[n] for n in sorted(by_count, reverse=True)]
     write_json(path, plain)
