@@ -129,6 +129,7 @@ def test_published_numbers_are_those_of_the_stored_weights(run, tmp_path) -> Non
     )
     published = dict(entry.published[0]["accuracies"]["fgsm"])
     assert published.pop("on").endswith("ieee")  # the machine, torch, and the precision of the search
+    assert published.pop("seconds") >= 0.0
     assert published == again["fgsm"].accuracy.to_plain()
     assert entry.published[0]["nominal_loss"]["rho"] == 0.5
     assert len(said) == 3

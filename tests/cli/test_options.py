@@ -14,6 +14,7 @@ import dale
 from dale.algorithms import ROWS, options_of
 from dale.cli.options import ROW_OPTIONS, add_options, build_config, number, parse_value
 from dale.errors import UsageError
+from dale.reproduction.recipes import Spec
 from dale.samplers import Chain
 from dale.training import Algorithm, Averaging, Constant, Cosine, Training
 from dale.training.optimisers import SGD, AdamW
@@ -115,6 +116,16 @@ def test_training_options() -> None:
     assert _config("--schedule", "constant").training.schedule == Constant()
     assert _config("--optimiser", "adamw").training.optimiser == AdamW()
     assert _config("--lr", "0.5").training.optimiser == AdamW(learning_rate=0.5)
+
+
+def test_a_configuration_may_be_that_of_a_stored_model() -> None:
+    config = _config("--config", "zoo:cifar10-resnet18-dale-base", "--dataset", "mine.npz", "--epochs", "9")
+    recipe = Spec("cifar10", "resnet18", "dale", {"rho": 0.6}, "augmented").config()
+    assert config == replace(
+        recipe, data=replace(recipe.data, dataset="mine.npz"), training=replace(recipe.training, epochs=9)
+    )
+    with pytest.raises(UsageError, match="unknown model of the zoo 'cifar10-resnet18'; did you mean"):
+        _config("--config", "zoo:cifar10-resnet18")
 
 
 def test_a_configuration_may_leave_parts_out(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 RUN = ("start", "own-data", "choose-rho", "report", "evaluate", "fast", "index")  # run here, block by block
 ELSEWHERE = {"extending", "theory", "scaling", "architecture", "numbers", "results"}  # tests of their own, or no code
 # Blocks that no test runs, each with its reason in the page; a new one is a decision that is taken here.
-NOT_RUN = {"start": 2, "report": 1, "fast": 2}
+NOT_RUN = {"choose-rho": 1, "start": 2, "report": 1, "fast": 2}
 EVALUATED = {"report"}  # pages whose later blocks read the closing evaluation of a training
 # What makes a block of a command line short; options given twice count the second time.
 SMALL = {

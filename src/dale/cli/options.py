@@ -47,7 +47,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="start from this configuration, of which parts may be left out; options go on top",
+        help="start from this configuration, of which parts may be left out, or from that of a stored model, zoo:NAME; "
+        "options go on top",
     )
     parser.add_argument("--trust", action="store_true", help="honour import paths inside configuration files")
 
@@ -133,17 +134,12 @@ def build_config(args: argparse.Namespace) -> RunConfig:
     """Return the configuration that the options ask for."""
     from dataclasses import replace
 
-    from dale.files import read_text
     from dale.training.config import RunConfig
     from dale.training.recipes import default_config
 
     if args.config is not None:
-        from pathlib import Path
-
-        path = Path(args.config)
-        if not path.is_file():
-            raise UsageError(f"--config: there is no file {args.config!r}")
-        config = RunConfig.from_yaml(read_text(path), where=args.config, trust=args.trust, recipe=default_config)
+        text = _configuration(args.config)
+        config = RunConfig.from_yaml(text, where=args.config, trust=args.trust, recipe=default_config)
         if args.dataset is not None:
             config = replace(config, data=replace(config.data, dataset=args.dataset))
     else:
@@ -153,6 +149,20 @@ def build_config(args: argparse.Namespace) -> RunConfig:
     model = _given({"name": args.model, "activation": args.activation, "init": args.init})
     config = replace(config, model=replace(config.model, **model))
     return _with_training(_with_objective(config, args), args)
+
+
+def _configuration(where: str) -> str:
+    """The text of a configuration: a file's, or that of a stored model."""
+    from pathlib import Path
+
+    from dale.files import read_text
+    from dale.models.stored import PREFIX, find
+
+    if where.startswith(PREFIX):
+        return find(where).config
+    if not Path(where).is_file():
+        raise UsageError(f"--config: there is no file {where!r}")
+    return read_text(Path(where))
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

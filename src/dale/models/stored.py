@@ -50,6 +50,11 @@ class Entry:
         return None if found is None else float(found)
 
     @property
+    def config(self) -> str:
+        """The configuration of the run that it was trained by, as YAML."""
+        return str(self.plain.get("config", ""))
+
+    @property
     def published(self) -> Sequence[Mapping[str, Any]]:
         """What the stored weights score: parts with the number of test images `n` and `accuracies` by attack."""
         found: Sequence[Mapping[str, Any]] = self.plain.get("published", ())

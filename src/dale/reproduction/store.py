@@ -96,7 +96,9 @@ def _add(path: Path, found: dict[str, Any]) -> None:
     part = by_count.setdefault(found["n"], {"n": found["n"], "accuracies": {}})
     on = {"on": f"{machine(environment())}, {found['precision']}"}  # parts may be added elsewhere
     part["accuracies"] |= {"clean": found["clean"] | on}
-    part["accuracies"] |= {a["name"]: a["accuracy"] | on | {"seconds": round(a["seconds"], 2)} for a in found["attacks"]}
+    part["accuracies"] |= {
+        a["name"]: a["accuracy"] | on | {"seconds": round(a["seconds"], 2)} for a in found["attacks"]
+    }
     part["nominal_loss"] = found["nominal_loss"]
     plain["published"] = [by_count[n] for n in sorted(by_count, reverse=True)]
     write_json(path, plain)
