@@ -132,11 +132,14 @@ def test_published_numbers_are_those_of_the_stored_weights(run, tmp_path) -> Non
     assert published.pop("seconds") >= 0.0
     assert published == again["fgsm"].accuracy.to_plain()
     assert entry.published[0]["nominal_loss"]["rho"] == 0.5
-    assert len(said) == 3
+    assert len(said) == 4
+    certificate = entry.plain["certificate"]
+    assert (certificate["split"], certificate["rho"], certificate["loss"]["n"]) == ("test", 0.5, 40)
+    assert certificate["statement"] in said[-1]
     before = read_json(entry.path)
     publish("m", tmp_path, work, run=run.path, device="cpu", parts=parts, say=said.append)
     assert read_json(entry.path) == before  # what is done is not done again
-    assert len(said) == 3
+    assert len(said) == 4
 
 
 def test_what_is_missing_of_a_stored_model_is_published_without_its_run(run, tmp_path) -> None:
@@ -147,7 +150,7 @@ def test_what_is_missing_of_a_stored_model_is_published_without_its_run(run, tmp
     publish("m", tmp_path, tmp_path / "work", parts=[first], **options)
     entry = publish("m", tmp_path, tmp_path / "work", parts=[first, second], **options)
     assert set(entry.published[0]["accuracies"]) == {"clean", "fgsm", "pgd2"}
-    assert len(said) == 2
+    assert len(said) == 3  # the certificate with the first part
     with pytest.raises(UsageError, match="did you mean 'm'"):
         publish("mm", tmp_path, tmp_path / "work", parts=[first], **options)
 

@@ -230,3 +230,6 @@ def test_a_stored_model_by_its_name(
     assert wrong.code == 2
     assert "small" in wrong.err  # the nearest name
     assert dale("evaluate", "zoo:small", "--model", "convnet", *common).code == 2
+    certified = dale("certify", "zoo:small", "--alpha", 0.1)
+    assert certified.code == 0, certified.err
+    assert "The constraint mean clipped loss <= 1.5" in certified.out

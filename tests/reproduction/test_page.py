@@ -31,6 +31,7 @@ def test_marks_are_replaced_by_numbers(put, tmp_path) -> None:
     (root / "figures" / "figure1.svg").touch()
     assert render("{{ figure figure1 }}", root).endswith("(../results/figures/figure1.svg)")
     assert render("{{ zoo }}", root) == "No model is stored yet."
+    assert render("{{ certificates }}", root) == "No stored model is certified yet."
     assert "verdict" in render("{{ claims mnist short }}", root)
     assert render("{{ trends cifar10 short resnet18 }}", root).count("\n") == 1
 

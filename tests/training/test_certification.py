@@ -15,8 +15,9 @@ from dale.constraints import Constraint, accuracy_limit, loss_limit
 from dale.errors import DataError, UsageError
 from dale.losses import CrossEntropy, ErrorProbability
 from dale.training import Validation
-from dale.training.certification import certify_run, fingerprint
+from dale.training.certification import certify_run, certify_stored, fingerprint
 from dale.training.validation import predict
+from dale.zoo import store
 
 SIZES = {"train_size": 96, "validation_size": 40, "certification_size": 60}
 
@@ -60,6 +61,30 @@ def test_the_promise_is_what_is_certified(options: dict[str, Any], tmp_path: Pat
     )
     assert certificate is not None
     assert certificate.to_plain() == expected.to_plain()
+
+
+def test_a_stored_model_is_certified_on_the_test_images(tmp_path: Path) -> None:
+    data = dale.load_dataset("digits", **SIZES)
+    run = _run(tmp_path / "run", data, rho=0.5)
+    entry = store(run, "m", tmp_path / "zoo")
+    logits, labels, _ = predict(entry.load(), data.test, 64, torch.device("cpu"))
+    expected = certify_nominal(
+        CrossEntropy()(logits, None, labels).double().numpy(),
+        (logits.argmax(dim=1) != labels).numpy(),
+        rho=0.5,
+        alpha=0.1,
+        clip=4.0,
+    )
+    found = certify_stored(entry, alpha=0.1)
+    assert found is not None
+    assert found.to_plain() == expected.to_plain()
+    summary = dict(run.summary, splits={"train": "another"})
+    with pytest.raises(DataError, match="the train split of digits is not the one"):
+        certify_stored(replace(entry, plain=dict(entry.plain, summary=summary)))
+    erm = dale.fit(
+        dale.create_model("convnet", data), dale.algorithms.erm(), data, out=tmp_path / "erm", epochs=1, progress=False
+    )
+    assert certify_stored(store(erm, "erm", tmp_path / "zoo")) is None
 
 
 def test_of_several_promises_the_highest_is_certified_for_every_class(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ Beside the page lies its template, `results.md.in`: prose by hand, with marks th
     {{ mode cifar10 short }}                  the paper's columns in eval and in train mode
     {{ figure figure1 }}                      a figure, where it is drawn
     {{ zoo }}                                 the stored models
+    {{ certificates }}                        what the test images prove of their promises
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from math import ceil, floor
 from pathlib import Path
 
 from dale.errors import UsageError, unknown
@@ -53,6 +55,7 @@ def render(template: str, root: Path) -> str:
         "mode": _mode,
         "figure": _figure,
         "zoo": _zoo,
+        "certificates": _certificates,
     }
 
     def replaced(match: re.Match[str]) -> str:
@@ -122,4 +125,21 @@ def _zoo(root: Path) -> str:
             cells = [found.get(name) for name in names]
             shown = [MISSING if cell is None else f"{100 * cell['accuracy']:.2f}" for cell in cells]
             lines.append(f"| `zoo:{entry.name}` | {part['n']:,} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _certificates(root: Path) -> str:
+    """What is proven of the stored models' promises: bounds rounded to the side on which they stay true."""
+    found = [(e.name, e.plain["certificate"]) for e in entries(root.parent / "zoo") if "certificate" in e.plain]
+    if not found:
+        return "No stored model is certified yet."
+    lines = [
+        "| model | limit | E[min(loss, B)] at most | B | accuracy at least | the limit is |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for name, plain in found:
+        bound, lower = ceil(1e4 * plain["loss"]["bound"]) / 1e4, floor(1e4 * plain["accuracy"]["lower"]) / 1e2
+        verdict = {True: "**proven**", False: "not proven", None: "not given"}[plain["loss_holds"]]
+        limit = "-" if plain["rho"] is None else plain["rho"]
+        lines.append(f"| `zoo:{name}` | {limit} | {bound:.4f} | {plain['clip']:g} | {lower:.2f}% | {verdict} |")
     return "\n".join(lines)

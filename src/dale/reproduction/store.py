@@ -13,6 +13,7 @@ from dale.files import read_json, write_json
 from dale.reproduction.recipes import DATASETS, paper_attack
 from dale.reproduction.timing import machine
 from dale.training import load_run
+from dale.training.certification import certify_stored
 from dale.zoo import Entry, find, store
 
 FIRST = 1000  # test images that anyone can repeat on a CPU
@@ -82,7 +83,17 @@ def publish(
         ).to_plain()
         _add(entry.path, found)
         say(f"{name}, {count} images: " + ", ".join(f"{k} {v:.2%}" for k, v in _accuracies(found).items()))
+    _certify(find(name, zoo), data_dir, say)
     return find(name, zoo)
+
+
+def _certify(entry: Entry, data_dir: str | None, say: Callable[[str], None]) -> None:
+    """Add what the test images prove of the promise; on a CPU, where the bits do not depend on a GPU."""
+    certificate = None if "certificate" in entry.plain else certify_stored(entry, data_dir=data_dir)
+    if certificate is not None:
+        plain = {"split": "test", "on": machine(environment()), **certificate.to_plain()}
+        write_json(entry.path, {**entry.plain, "certificate": plain})
+        say(f"{entry.name}: {certificate.statement()}")
 
 
 def _accuracies(found: dict[str, Any]) -> dict[str, float]:

@@ -1,15 +1,20 @@
-"""Certificates for a run: its promise, checked on the split that nobody touched."""
+"""Certificates for runs and stored models: the promise, checked on a split that neither trained nor selected."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
 
 from dale.certificates import Method, NominalCertificate, certify_nominal
 from dale.constraints import Constraint
 from dale.data import Dataset, Split
 from dale.errors import DataError, require
 from dale.losses import CrossEntropy
+from dale.models.stored import Entry
+from dale.training.config import RunConfig
 from dale.training.runs import Run
 from dale.training.validation import predict
 
@@ -25,13 +30,13 @@ def fingerprint(split: Split) -> str:
     return total.hexdigest()
 
 
-def _require_untouched(run: Run, data: Dataset) -> None:
+def _require_untouched(summary: Mapping[str, Any], data: Dataset, made: object) -> None:
     """Refuse data whose splits are not the run's: what is certified on might have been trained on."""
-    recorded = run.summary.get("splits", {})
+    recorded = summary.get("splits", {})
     for part in ("train", "certification"):
         if part in recorded and recorded[part] != fingerprint(getattr(data, part)):
             raise DataError(
-                f"the {part} split of {data.name} is not the one that {run.path} was made with (another seed, size "
+                f"the {part} split of {data.name} is not the one that {made} was made with (another seed, size "
                 "or file): a certificate on it would mean nothing"
             )
 
@@ -46,14 +51,49 @@ def certify_run(
     """
     if not run.objective.constraints:
         return None
-    _require_untouched(run, data)
-    on_loss, on_error = _limits(run.objective.constraints)
-    device = next(run.model.parameters()).device
-    logits, labels, groups = predict(run.model, data.certification, 256, device)
+    _require_untouched(run.summary, data, run.path)
+    return _certified(run.model, run.objective.constraints, data, data.certification, alpha, clip, method)
+
+
+def certify_stored(
+    entry: Entry,
+    *,
+    alpha: float = ALPHA,
+    clip: float | None = None,
+    method: Method = "betting",
+    data_dir: str | None = None,
+    device: str = "cpu",
+) -> NominalCertificate | None:
+    """Certify a stored model as `certify_run` does a run, on the test split; None without a constraint.
+
+    The test split trained and selected nothing either, and has many images where a run holds back few.
+    """
+    config = RunConfig.from_yaml(entry.config, where=str(entry.path))
+    constraints = config.build_objective().constraints
+    if not constraints:
+        return None
+    data = config.data.load(data_dir)
+    _require_untouched(entry.plain.get("summary", {}), data, entry.path)
+    return _certified(entry.load(device), constraints, data, data.test, alpha, clip, method)
+
+
+def _certified(
+    model: nn.Module,
+    constraints: Sequence[Constraint],
+    data: Dataset,
+    split: Split,
+    alpha: float,
+    clip: float | None,
+    method: Method,
+) -> NominalCertificate:
+    """Certify a model's promise on a split that had no part in making it."""
+    on_loss, on_error = _limits(constraints)
+    device = next(model.parameters()).device
+    logits, labels, groups = predict(model, split, 256, device)
     limited = CrossEntropy() if on_loss is None else on_loss.measured
     losses = limited(logits, logits, labels).double().numpy()
     errors = (logits.argmax(dim=1) != labels).numpy()
-    by = run.objective.constraints[0].by
+    by = constraints[0].by
     member = {"all": None, "class": labels.numpy(), "group": groups.numpy()}[by]
     if member is not None:
         expected = data.num_classes if by == "class" else data.num_groups
