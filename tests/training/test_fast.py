@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
@@ -12,6 +13,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from dale import algorithms, random
 from dale.batch import Batch
+from dale.compiling import as_it_is
 from dale.constraints import Dual
 from dale.folding import Replica, replicate
 from dale.models import create_model
@@ -291,6 +293,51 @@ def test_the_state_comes_back_whole_after_the_warm_up_of_a_capture() -> None:
     assert before.keys() == after.keys()
     for name, tensor in after.items():
         assert torch.equal(before[name], tensor), name
+
+
+@pytest.mark.parametrize("broken", ["potential", "predict", "_conclude", "_move"])
+def test_where_the_compiler_fails_the_step_is_captured_as_it_is(broken: str) -> None:
+    """Whichever part it fails at: that is said once, and the state is as if nothing had been tried."""
+    objective = algorithms.dale(Linf(epsilon=8 / 255), rho=0.5, steps=1).for_run(10, 1)
+    model = network("convnet").train()
+    replica = replicate(model)
+    assert isinstance(replica, Replica)
+    step, said = CapturedStep(objective, torch.float32, CPU, replica), list[str]()
+    step.say = said.append
+    step.word = torch.zeros((), dtype=torch.int64)
+    state = state_of(model, objective)
+    before = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    duals = state.duals
+
+    def no_compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify one.")
+
+    def compiler(function: Callable[..., object]) -> Callable[..., object]:
+        name = getattr(function, "func", function).__name__
+        return torch.compile(function, backend=no_compiler) if name == broken else function
+
+    step._compile_by(compiler)
+    with torch.random.fork_rng([]):
+        step._warm_up(state, batch(), _snapshot(state))
+    assert len(said) == 1
+    assert "Failed to find C compiler" in said[0]
+    assert not step.compiled
+    assert step.compiler is replica.compiler is as_it_is
+    assert state.duals is duals
+    for name, tensor in state.tensors().items():
+        assert torch.equal(tensor, before.get(name, torch.zeros_like(tensor))), name
+
+
+def test_what_fails_without_a_compiler_fails() -> None:
+    objective = algorithms.dale(Linf(epsilon=8 / 255), rho=0.5, steps=1).for_run(10, 1)
+    model = network("convnet").train()
+    replica = replicate(model)
+    assert isinstance(replica, Replica)
+    step = CapturedStep(objective, torch.float32, CPU, replica, compiled=False)
+    step.word = torch.zeros((), dtype=torch.int64)
+    state = state_of(model, objective)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        step._warm_up(state, Batch.of(torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)), _snapshot(state))
 
 
 def test_a_model_that_cannot_be_traced_takes_the_plain_path_and_says_why() -> None:

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from dale import winograd
 from dale.batch import Batch
+from dale.compiling import Compiler, as_it_is
 from dale.constraints import Dual
+from dale.errors import DaleError, told_of
 from dale.faithful import unfaithful
 from dale.folding import Replica, replicate
 from dale.objectives import Objective, Step
@@ -64,7 +66,7 @@ class CapturedStep(FastStep):
     Everything that changes between two steps lives in tensors that stay where they are: the batch, the key, the
     learning rate, the multipliers, the totals. A batch of another size than the first takes the plain path. Given the
     number of `steps` of the run, one step is timed first, and a run too short to pay for compiling is captured as it
-    is.
+    is. So is one that cannot be compiled here (Triton needs a C compiler, say), which is said.
     """
 
     def __init__(
@@ -132,21 +134,48 @@ class CapturedStep(FastStep):
             _restore(state, saved)
         if self.compiled:
             _limit_compilers()
-            self.compiler = functools.cache(functools.partial(torch.compile, dynamic=False, mode=self.mode))
-            self.replica.compiler = self.compiler
+            self._compile_by(functools.cache(functools.partial(torch.compile, dynamic=False, mode=self.mode)))
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            for _ in range(WARMUP):
-                self._step_in_place(state, static)
+            self._warm_up(state, static, saved)
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        _restore(state, saved)
-        state.optimiser.zero_grad(set_to_none=True)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._step_in_place(state, static)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._step_in_place(state, static)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise DaleError(
+                f"the step cannot be captured as a CUDA graph, by {told_of(error)}. --fast off (fast='off') takes the "
+                "plain path"
+            ) from error
+        self.graph = graph
         _restore(state, saved)
         self.duals, self.totals = state.duals, state.totals
+
+    def _compile_by(self, compiler: Compiler) -> None:
+        self.compiled = compiler is not as_it_is
+        self.compiler = self.replica.compiler = compiler
+
+    def _warm_up(self, state: TrainState, batch: Batch, saved: dict[int, Tensor]) -> None:
+        """Run the step a few times and put the state back as it was; what cannot be compiled runs as it is."""
+        try:
+            for _ in range(WARMUP):
+                self._step_in_place(state, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not self.compiled:
+                raise
+            reason = told_of(getattr(error, "inner_exception", error))  # which torch wraps up
+            self.say(f"fast path: captured but not compiled: the compiler failed here ({reason})")
+            self._compile_by(as_it_is)
+            _restore(state, saved)
+            self._warm_up(state, batch, saved)
+        _restore(state, saved)
+        state.optimiser.zero_grad(set_to_none=True)
 
     def _seconds(self, state: TrainState, batch: Batch) -> float:
         """The time of one step, run operation by operation; the first one loads and chooses kernels."""
@@ -160,11 +189,13 @@ class CapturedStep(FastStep):
     def _step_in_place(self, state: TrainState, batch: Batch) -> None:
         """One step that leaves every tensor of the state where it is."""
         duals = state.duals
-        super().__call__(state, batch, Key(self.word))
-        for old, new in zip(duals, state.duals, strict=True):
+        try:
+            super().__call__(state, batch, Key(self.word))
+        finally:  # a step that fails leaves them where they are as well
+            moved, state.duals = state.duals, duals
+        for old, new in zip(duals, moved, strict=True):
             for mine, fresh in zip(vars(old).values(), vars(new).values(), strict=True):
                 mine.copy_(fresh)
-        state.duals = duals
 
 
 def _limit_compilers() -> None:

@@ -119,6 +119,7 @@ def fit(
                 warnings = (*(notes or ()), *_homeless(model), *_empty(data))
                 for note in (*(f"warning: {note}" for note in warnings), line):
                     bar.say(note)
+                step.say = bar.say
                 Trainer(config, filled, data, state, folder, loader, step, place, bar, board).run()
             summary = _finish(model, filled, data, state, folder, config)
         finally:

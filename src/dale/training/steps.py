@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -18,6 +19,10 @@ from dale.training.state import TrainState
 from dale.training.weights import WeightPerturbation
 
 
+def _unheard(line: str) -> None:
+    pass
+
+
 class PlainStep:
     """The plain path: what every faster one is held to."""
 
@@ -27,6 +32,7 @@ class PlainStep:
         self.device = device
         self.weight_perturbation: WeightPerturbation | None = None
         self.compiler: Compiler = as_it_is  # what the parts of the step go through, where it is worth it
+        self.say: Callable[[str], None] = _unheard  # where a step has something to tell the user
         self.accumulate = 1  # parts that a batch is differentiated in, one after the other, to save memory
 
     def precision(self) -> AbstractContextManager[object]:
