@@ -1,8 +1,9 @@
-"""Whether the fast path computes what the model computes: tried out on a copy, on the CPU, in float32.
+"""Whether a replica computes what its model computes: tried out on a copy, on the CPU, in float32.
 
 A replica is built from the trace of a model, and a trace is not the model: it sees neither an autograd function's own
-backward pass nor what a layer does behind torch's back. So logits and the gradient that a sampler climbs are compared
-before a training relies on them, on noise, which has no ties that rounding could decide otherwise.
+backward pass nor what a layer does behind torch's back. So logits and the gradient that samplers and attacks climb are
+compared before a training or an evaluation relies on them, on noise, which has no ties that rounding could decide
+otherwise.
 """
 
 from __future__ import annotations
@@ -24,23 +25,26 @@ GRADIENT = 5e-2
 COUNT = 3
 
 
-def unfaithful(model: nn.Module, shape: tuple[int, ...], *, captured: bool = False) -> str | None:
+def unfaithful(
+    model: nn.Module, shape: tuple[int, ...], *, channels_last: bool = True, captured: bool = False
+) -> str | None:
     """Say why a replica of the model cannot stand for it, or None; `shape`: of one image.
 
-    `captured`: its training step, too, must be one that a CUDA graph can repeat.
+    `channels_last`: in that memory layout, which training takes. `captured`: its training step, too, must be one that a
+    CUDA graph can repeat.
     """
     if (reason := hooked(model)) is not None:  # with which some models cannot be copied
         return reason
     with torch.random.fork_rng([]):
-        images = torch.rand(COUNT, *shape, generator=torch.Generator().manual_seed(0))
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        images = torch.rand(COUNT, *shape, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=layout)
         try:
-            # the memory layout that training takes
-            own: nn.Module = copy.deepcopy(model).cpu().float().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            own: nn.Module = copy.deepcopy(model).cpu().float().to(memory_format=layout)  # type: ignore[call-overload]
             own.eval()
             expected = _logits_and_gradient(own, images)
         except Exception as error:
             return f"a copy of the model cannot be tried out: {told_of(error)}"
-        replica = replicate(own, channels_last=True)
+        replica = replicate(own, channels_last=channels_last)
         if not isinstance(replica, Replica):
             return replica
         try:
@@ -54,9 +58,10 @@ def unfaithful(model: nn.Module, shape: tuple[int, ...], *, captured: bool = Fal
         return _unrepeatable(own, images) if captured else None
 
 
+@torch.enable_grad()
 def _logits_and_gradient(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     """Logits, and the gradient of a fixed combination of them with respect to the images."""
-    x = images.clone().contiguous(memory_format=torch.channels_last).requires_grad_(True)
+    x = images.clone().requires_grad_(True)
     logits = model(x)
     weights = torch.linspace(-1.0, 1.0, logits.numel()).view_as(logits)
     (gradient,) = torch.autograd.grad((logits * weights).sum(), x)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dale.data import Split
+from dale.evaluation import evaluate
 from dale.evaluation.replica import TwoLayouts, search_replica
 from dale.folding import Replica
 from dale.models import create_model
+from dale.perturbations import Linf
 
 Victim = tuple[nn.Module, Split]
 
@@ -33,6 +37,50 @@ def test_agrees_in_value_and_gradient(victim: Victim) -> None:
         assert torch.allclose(*gradients, atol=1e-4)
     finally:
         model.requires_grad_(True)
+
+
+class Rounding(torch.autograd.Function):
+    """Rounds on the way forth, and lets gradients through on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (7.0 * x).round() / 7.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Through(nn.Module):
+    """Rounds its images; gradients go through, by an autograd function or by hand."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand = by_hand
+        self.layers = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_hand:
+            with torch.no_grad():
+                rest = (7.0 * x).round() / 7.0 - x
+            return self.layers(x + rest)  # type: ignore[no-any-return]
+        return self.layers(Rounding.apply(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_gradient_that_a_trace_does_not_show_is_climbed_all_the_same(by_hand: bool) -> None:
+    """The replica has the same logits and no gradient: PGD on it would find nothing, and report robustness."""
+    model = Through(by_hand).eval()
+    images = torch.rand(64, 1, 8, 8)
+    with torch.no_grad():
+        logits = model(images)
+    replica = search_replica(model, images, logits)
+    x = images.clone().requires_grad_(True)
+    gradients = [torch.autograd.grad(function(x)[:, 0].sum(), x)[0] for function in (model, replica)]
+    assert torch.equal(*gradients)
+    assert gradients[0].abs().max() > 0.0
+    fallen = evaluate(model, Split.of(images, logits.argmax(dim=1), 10), Linf(epsilon=0.3), ["pgd20"], progress=False)
+    assert fallen["pgd20"].accuracy.value < 0.5
 
 
 class Baked(nn.Module):

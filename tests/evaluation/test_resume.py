@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from dale.attacks import PGD
 from dale.data import Split
 from dale.evaluation import Evaluation, evaluate, resume
 from dale.evaluation.resume import Ledger, Progress, fingerprint
@@ -22,6 +25,7 @@ from dale.perturbations import Linf
 
 BALL = Linf(epsilon=0.15)
 ATTACKS = ["pgd10x3", "square50"]
+LOGITS = torch.arange(6.0).view(3, 2)
 Victim = tuple[nn.Module, Split]
 
 
@@ -109,12 +113,55 @@ def test_what_was_done_is_not_done_again(victim: Victim, tmp_path: Path, monkeyp
 
 
 def test_another_evaluation_does_not_use_it(victim: Victim, tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "p.safetensors", "one")
+    ledger = Ledger(tmp_path / "p.safetensors", "one", LOGITS)
     ledger.note("pgd", Progress.fresh(torch.ones(3, dtype=torch.bool)), force=True)
-    assert Ledger.open(tmp_path / "p.safetensors", "one").resumed
-    assert not Ledger.open(tmp_path / "p.safetensors", "two").resumed
+    assert Ledger.open(tmp_path / "p.safetensors", "one", LOGITS).resumed
+    assert not Ledger.open(tmp_path / "p.safetensors", "two", LOGITS).resumed
+    assert Ledger.open(tmp_path / "p.safetensors", "one", LOGITS + 1e-6).resumed  # another number of threads
+    assert not Ledger.open(tmp_path / "p.safetensors", "one", 1.01 * LOGITS).resumed
+    assert not Ledger.open(tmp_path / "p.safetensors", "one", LOGITS[:2]).resumed
     (tmp_path / "p.safetensors").write_bytes(b"damaged")
-    assert not Ledger.open(tmp_path / "p.safetensors", "one").resumed
+    assert not Ledger.open(tmp_path / "p.safetensors", "one", LOGITS).resumed
+
+
+class Scaled(nn.Module):
+    """A model with a temperature that is in none of its tensors."""
+
+    def __init__(self, model: nn.Module, scale: float = 1.0) -> None:
+        super().__init__()
+        self.model, self.scale = model, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.model(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("change", ["nothing", "scale", "seed", "set", "images", "attack", "batch_size"])
+def test_what_was_begun_otherwise_is_begun_anew(
+    change: str, victim: Victim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation that was stopped is no part of one that differs from it in anything."""
+    for name in ("_WRITE_EVERY", "_WRITE_SHARE"):
+        monkeypatch.setattr(resume, name, 0.0)
+    model, split = victim[0], victim[1].first(96)
+    first: dict[str, Any] = {"attacks": [PGD(steps=4, step_size=0.1)], "batch_size": 32, "seed": 0}
+    ASKED[0] = 0
+    with pytest.raises(KeyboardInterrupt):
+        quiet(Counting(Scaled(model), 450), split, BALL, out=tmp_path, **first)
+    changes: dict[str, dict[str, Any]] = {
+        "seed": {"seed": 1},
+        "attack": {"attacks": [PGD(steps=4, step_size=0.01)]},
+        "batch_size": {"batch_size": 48},
+    }
+    second = first | changes.get(change, {})
+    ball = Linf(epsilon=0.05) if change == "set" else BALL
+    data = replace(split, images=split.images.flip(3)) if change == "images" else split
+    changed = Counting(Scaled(model, 0.02 if change == "scale" else 1.0))
+    ASKED[0] = 0
+    fresh = quiet(changed, data, ball, **second)
+    needed, ASKED[0] = ASKED[0], 0
+    again = quiet(changed, data, ball, out=tmp_path, **second)
+    assert (ASKED[0] < needed) == (change == "nothing")
+    assert all(torch.equal(again.examples[k], fresh.examples[k]) for k in fresh.examples)
 
 
 def test_the_fingerprint_is_of_weights_data_and_options() -> None:
@@ -132,8 +179,8 @@ def test_progress_round_trip(tmp_path: Path) -> None:
     progress = Progress.fresh(torch.tensor([True, False, True]), torch.arange(6.0).view(3, 2))
     progress.standing[0], progress.blind[2] = False, True
     progress.round, progress.done, progress.gradients, progress.seconds = 2, 1, 17, 1.5
-    Ledger(tmp_path / "p.safetensors", "one").note("pgd", progress, force=True)
-    again = Ledger.open(tmp_path / "p.safetensors", "one").find("pgd", torch.device("cpu"))
+    Ledger(tmp_path / "p.safetensors", "one", LOGITS).note("pgd", progress, force=True)
+    again = Ledger.open(tmp_path / "p.safetensors", "one", LOGITS).find("pgd", torch.device("cpu"))
     assert again is not None
     for name in ("standing", "began", "blind", "delta"):
         assert torch.equal(getattr(again, name), getattr(progress, name))

@@ -36,6 +36,7 @@ from dale.modes import evaluating, frozen
 from dale.perturbations import PerturbationSet
 
 _PASSES = 8  # of a random model, for its expected prediction
+_PROBED = 64  # clean logits that an interrupted evaluation is known again by
 _SAME = 1e-5  # of the largest logit: what differs by more between two passes is random, not rounded
 
 
@@ -78,9 +79,10 @@ def evaluate(
     split, class_names = (data.test, data.class_names) if isinstance(data, Dataset) else (data, ())
     split = split if examples is None else split.first(examples)
     require(len(split) > 0, "there are no examples to evaluate")
-    place = torch.device(device) if device is not None else _device_of(model)
+    # with its number, which "cuda" leaves out: tensors name it
+    place = _device_of(model) if device is None else torch.empty(0, device=device).device
     others = {name: float32_model(source, place) for name, source in (sources or {}).items()}
-    listed = _prepared(attacks, perturbations, others)
+    listed = prepare_attacks(attacks, perturbations, others)
     split = split.to(place)
     target = _target(out)
 
@@ -90,11 +92,9 @@ def evaluate(
             stack.enter_context(context)
         size = min(batch_size or default_batch_size(judged, split.convert(split.images[:16])), len(split))
         session, notes = _session(judged, split, size, seed, strict)
-        plain = {"set": to_plain(perturbations), "seed": seed, "batch": size, "precision": session.precision}
-        plain["sources"] = {name: fingerprint(source, {}, None) for name, source in others.items()}
-        data_tensors = {"images": split.images, "labels": split.labels, "index": split.index}
-        mark = fingerprint(judged, data_tensors, plain)
-        ledger = Ledger.open(None if target is None else target.with_name(f"{target.stem}.partial.safetensors"), mark)
+        mark = _mark(session, perturbations, seed, size, others)
+        partial = None if target is None else target.with_name(f"{target.stem}.partial.safetensors")
+        ledger = Ledger.open(partial, mark, session.clean_logits[:_PROBED])
         shape = perturbations.shape(tuple(split.images.shape[1:]))
         keep = save_examples is not None
         runs: dict[str, Progress] = {}
@@ -144,10 +144,10 @@ def evaluate(
     return evaluation
 
 
-def _prepared(
-    attacks: Sequence[str | Attack], perturbations: PerturbationSet, sources: Mapping[str, nn.Module] | None
+def prepare_attacks(
+    attacks: Sequence[str | Attack], perturbations: PerturbationSet, sources: Mapping[str, nn.Module] | None = None
 ) -> dict[str, Attack]:
-    """The attacks by name, ready for the set."""
+    """The attacks by name, ready for the set; raises for what does not fit it, is listed twice or lacks its source."""
     require(not isinstance(attacks, str), f"attacks is a list of names, got the text {attacks!r}")
     listed: dict[str, Attack] = {}
     for attack in map(parse, attacks):
@@ -202,6 +202,23 @@ def _session(model: nn.Module, split: Split, size: int, seed: int, strict: bool)
     correct = clean.argmax(dim=1) == split.labels
     session = Session(search, judge, split, clean, correct, random.key(seed).fold("evaluation"), precision)
     return session, notes
+
+
+def _mark(
+    session: Session, perturbations: PerturbationSet, seed: int, size: int, sources: Mapping[str, nn.Module]
+) -> str:
+    """What tells this evaluation from every other, but for its attacks."""
+    split = session.split
+    plain = {
+        "set": to_plain(perturbations),
+        "seed": seed,
+        "batch": size,
+        "precision": session.precision,
+        "sources": {name: fingerprint(source, {}, None) for name, source in sources.items()},
+        "dale": environment()["dale"],
+    }
+    tensors = {"images": split.images, "labels": split.labels, "index": split.index}
+    return fingerprint(session.judge.model, tensors, plain)
 
 
 def _attacked(

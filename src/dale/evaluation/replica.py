@@ -3,7 +3,8 @@
 BatchNorm is folded where torch.fx can trace the model. On a CPU, queries without a gradient go through a second copy
 in the channels-last layout, in which pooling and small convolutions are two to three times as fast. On a GPU the
 channels-last layout with fused ReLUs is the fast one for TF32, whose tensor cores want it, and the layout of the images
-for strict float32. What is counted is decided by the model itself, never by a replica.
+for strict float32. What is counted is decided by the model itself, never by a replica; but attacks climb its gradient,
+so a model whose gradient a trace does not show (a backward pass of its own, say) is searched as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dale.evaluation.judge import matmul_precision
+from dale.faithful import unfaithful
 from dale.folding import replicate
 
 # of the largest logit: rounding alone does not exceed it, another function does
@@ -39,10 +41,13 @@ class TwoLayouts(nn.Module):
 
 def search_replica(model: nn.Module, images: Tensor, logits: Tensor, precision: str = "ieee") -> nn.Module:
     """Return a faster replica that agrees with the model's `logits` on `images`, or the model itself."""
-    if images.device.type != "cpu":
-        return _on_gpu(model, images, logits, precision)
+    on_cpu = images.device.type == "cpu"
+    pays = not on_cpu or any(isinstance(module, nn.BatchNorm2d) for module in model.modules())  # what a CPU folds
+    faithful = pays and unfaithful(model, tuple(images.shape[1:]), channels_last=False) is None
+    if not on_cpu:
+        return _on_gpu(model, images, logits, precision) if faithful else model
     chosen = model
-    if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):  # without one a CPU gains nothing
+    if faithful:
         # a CPU's gradients are faster in the layout of the images, and its convolutions have nothing to fuse
         folded = replicate(model, channels_last=False, fuse=False)
         if isinstance(folded, nn.Module) and _agrees(folded, images, logits):

@@ -1,7 +1,8 @@
 """Evaluations that survive their process: progress is written after chunks, all of it or nothing.
 
 One safetensors file holds, for each attack, who still stands and how far its rounds have come. It belongs to a
-fingerprint of weights, data, set, seed and batch shape: with any other it is not used.
+fingerprint of weights, data, set, seed and batch shape, and to the clean logits, which show what of a model is in none
+of its tensors (a temperature, a switch): with any other it is not used.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from dale.files import write_bytes
 
 _WRITE_EVERY = 2.0  # seconds; a chunk that took less is cheap to repeat
+_SAME = 1e-3  # of the largest logit
 _WRITE_SHARE = 20.0  # and at least so many times as long as writing took: perturbations to be saved are large
 
 
@@ -75,21 +77,22 @@ class Ledger:
 
     path: Path | None
     fingerprint: str
+    logits: Tensor
     attacks: dict[str, Progress] = field(default_factory=dict)
     resumed: bool = False
     written: float = field(default_factory=time.monotonic)
     pause: float = 0.0
 
     @staticmethod
-    def open(path: Path | None, fingerprint: str) -> Ledger:
+    def open(path: Path | None, fingerprint: str, logits: Tensor) -> Ledger:
         """Read the progress of this very evaluation, or begin anew."""
-        ledger = Ledger(path, fingerprint)
+        ledger = Ledger(path, fingerprint, logits.detach().cpu())
         if path is None or not path.is_file():
             return ledger
         try:
             with safetensors.safe_open(path, framework="pt", device="cpu") as file:
                 meta = json.loads((file.metadata() or {}).get("progress", "{}"))
-                if meta.get("fingerprint") != fingerprint:
+                if meta.get("fingerprint") != fingerprint or not ledger._is_of(file.get_tensor("logits")):
                     return ledger
                 for key, counts in meta["attacks"].items():
                     names = [n for n in _TENSORS if f"{key}/{n}" in set(file.keys())]
@@ -100,6 +103,11 @@ class Ledger:
             ledger.attacks = {}
         ledger.resumed = bool(ledger.attacks)
         return ledger
+
+    def _is_of(self, logits: Tensor) -> bool:
+        """Whether the clean logits are those of this model, up to the rounding of another number of threads."""
+        same = logits.shape == self.logits.shape
+        return same and bool((logits - self.logits).abs().max() <= _SAME * self.logits.abs().max())
 
     def find(self, key: str, device: torch.device) -> Progress | None:
         """Return the progress of an attack, if any."""
@@ -117,7 +125,7 @@ class Ledger:
         if self.path is None or (not force and since < max(_WRITE_EVERY, self.pause)):
             return
         began = time.monotonic()
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {"logits": self.logits}
         counts: dict[str, dict[str, Any]] = {}
         for name, entry in self.attacks.items():
             counts[name] = {f.name: getattr(entry, f.name) for f in fields(entry) if f.name not in _TENSORS}

@@ -99,9 +99,9 @@ def _stage(run: Run, data: Dataset, stage: Stage, number: int, progress: bool) -
     count = len(data.test) if stage.examples is None else min(stage.examples, len(data.test))
     if path.is_file():
         plain: dict[str, Any] = read_json(path)
-        if plain["n"] == count and [a["name"] for a in plain["attacks"]] == [parse(a).name for a in stage.attacks]:
+        asked = [parse(attack).name for attack in stage.attacks]
+        if (plain["n"], [a["name"] for a in plain["attacks"]], plain["seed"]) == (count, asked, 0):
             return plain
-    limits = [c.limit for c in run.objective.constraints if isinstance(c.limit, float) and not c.on_accuracy]
     assert run.objective.perturbations is not None
     return evaluate(
         run.model,
@@ -109,7 +109,7 @@ def _stage(run: Run, data: Dataset, stage: Stage, number: int, progress: bool) -
         run.objective.perturbations,
         stage.attacks,
         examples=count,
-        rho=limits[0] if limits else None,
+        rho=run.objective.rho,
         checks=stage.checks,
         out=path,
         progress=progress,
