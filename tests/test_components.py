@@ -29,6 +29,7 @@ from dale.losses import KL, Clipped, CrossEntropy, FunctionLoss, Loss, WeightedS
 from dale.objectives import Objective
 from dale.perturbations import Composition, Linf, PerturbationSet, Rotation, Translation
 from dale.samplers import Chain, GaussianNoise, Sampler
+from dale.training.config import Algorithm, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,6 +202,21 @@ def test_a_strangers_file_imports_nothing(user_module):
     assert user_module not in sys.modules
     assert read(f"{{type: FunctionLoss, path: '{user_module}:squared'}}", Loss, trust=True).non_negative
     assert user_module in sys.modules
+
+
+def test_code_is_refused_wherever_a_configuration_may_name_it(user_module):
+    """A model, a row and a row's options, however deep inside, in any component that has them."""
+    path = f"{user_module}:squared"
+    for text, expected, where in (
+        (f"name: '{path}'", ModelConfig, "name"),
+        (f"name: '{path}'", Algorithm, "name"),
+        (f"options: {{losses: [{{loss: '{path}'}}]}}", Algorithm, r"options\.losses\[0\]\.loss"),
+    ):
+        with pytest.raises(UsageError, match=rf"{where} names code to import, '{path}'; pass --trust"):
+            read(text, expected)
+        read(text, expected, trust=True)
+    assert user_module not in sys.modules
+    assert read("{name: convnet, init: 'c:d'}", ModelConfig).init == "c:d"  # a path
 
 
 def test_a_component_of_the_users_by_its_import_path(user_module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dale
-from dale.errors import CheckpointError, UsageError
+from dale.errors import CheckpointError, DaleError, UsageError
 from dale.files import read_json, write_json
 from dale.reproduction.store import Part, publish
 from dale.zoo import entries, find, store, write_shards
@@ -112,6 +112,32 @@ def test_a_damaged_entry_is_refused(run, tmp_path, change, line) -> None:
     entry.path.write_text(json.dumps(dict(entry.plain) | change))
     with pytest.raises(CheckpointError, match=line):
         find("m", tmp_path).load()
+
+
+def test_code_that_an_entry_names_is_run_only_if_trusted(run, tmp_path, monkeypatch) -> None:
+    entry = store(run, "m", tmp_path)
+    entry.path.write_text(json.dumps(dict(entry.plain) | {"model": "collections:OrderedDict"}))
+    monkeypatch.setenv("DALE_ZOO", str(tmp_path))
+    with pytest.raises(
+        UsageError, match=r"m\.json: model names code to import, 'collections:OrderedDict'; pass --trust"
+    ):
+        dale.load_model("zoo:m")
+    with pytest.raises(DaleError) as caught:  # it is imported now, and is no model
+        dale.load_model("zoo:m", trust=True)
+    assert "--trust" not in str(caught.value)
+
+
+def test_new_weights_never_lie_under_the_numbers_of_others(run, tmp_path, monkeypatch) -> None:
+    """A process that is killed between the weights and what is said of them leaves weights without numbers."""
+    store(run, "m", tmp_path)
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dale.zoo.write_shards", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store(run, "m", tmp_path)
+    assert entries(tmp_path) == []
 
 
 def test_published_numbers_are_those_of_the_stored_weights(run, tmp_path) -> None:

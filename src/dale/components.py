@@ -15,7 +15,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -75,6 +75,23 @@ def code_path() -> Any:
     return dataclasses.field(metadata={"code": True})
 
 
+def may_name_code(**options: Any) -> Any:
+    """Declare a field whose text, however deep inside, may name code: import paths in it are honoured where trusted."""
+    return dataclasses.field(**options, metadata={"code inside": True})
+
+
+def refuse_code(plain: Any, where: str, paths: Container[tuple[str, ...]] = (), place: tuple[str, ...] = ()) -> None:
+    """Raise if any text is an import path, but for the places in `paths`: a stranger's configuration runs nothing."""
+    if isinstance(plain, Mapping):
+        for name, value in plain.items():
+            refuse_code(value, f"{where}.{name}", paths, (*place, str(name)))
+    elif isinstance(plain, (list, tuple)):
+        for number, value in enumerate(plain):
+            refuse_code(value, f"{where}[{number}]", paths, (*place, str(number)))
+    elif isinstance(plain, str) and place not in paths and is_import_path(plain):
+        raise _untrusted(plain, where)
+
+
 def is_import_path(name: str) -> bool:
     """Tell whether a name is written as an import path, ``package.module:Name``."""
     module, colon, attribute = name.partition(":")
@@ -103,17 +120,17 @@ def import_path(value: object) -> str:
     return f"{module}:{name}"
 
 
-def _untrusted(name: object) -> UsageError:
+def _untrusted(name: object, where: str) -> UsageError:
     return UsageError(
-        f"the file names code to import, {name!r}; pass --trust (in Python, trust=True) if you trust where it came from"
+        f"{where} names code to import, {name!r}; pass --trust (in Python, trust=True) if you trust where it came from"
     )
 
 
-def find(base: type[T], name: str, *, trust: bool = True) -> type[T] | Callable[..., Any]:
+def find(base: type[T], name: str, *, trust: bool = True, where: str = "the file") -> type[T] | Callable[..., Any]:
     """Return the component class that `name` means: a class name in any spelling, or an import path."""
     if is_import_path(name):
         if not trust:
-            raise _untrusted(name)
+            raise _untrusted(name, where)
         return typing.cast("type[T]", import_object(name))
     choices = known(base)
     by_folded = {_fold(key): cls for key, cls in choices.items()}
@@ -209,7 +226,7 @@ def _from_component(plain: Any, expected: type[Component], where: str, trust: bo
         name = values.pop("type", expected.__name__)
         if not isinstance(name, str):
             raise UsageError(f"{where}.type: expected a name, got {name!r}")
-        cls = find(expected, name, trust=trust)
+        cls = find(expected, name, trust=trust, where=f"{where}.type")
         wrap = getattr(expected, "from_function", None)
         if wrap is not None and callable(cls) and not isinstance(cls, type) and not values:
             return wrap(name)  # a plain function of the user's
@@ -219,18 +236,26 @@ def _from_component(plain: Any, expected: type[Component], where: str, trust: bo
         raise UsageError(f"{where}: expected a {expected.__name__}, got the {cls.__name__} of {cls.__module__}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
-    code = {f.name for f in dataclasses.fields(cls) if f.metadata.get("code")}
+    if not trust:
+        _refuse_marked(cls, values, where)
     arguments = {}
     for key, value in values.items():
         if key not in fields:
             raise unknown(f"option of {cls.__name__} at {where}", key, fields)
-        if key in code and not trust:
-            raise _untrusted(value)
         arguments[key] = from_plain(value, fields[key], where=f"{where}.{key}", trust=trust)
     try:
         return cls(**arguments)
     except TypeError as error:
         raise UsageError(f"{where}: {cls.__name__} {str(error).partition('() ')[2] or error}") from error
+
+
+def _refuse_marked(cls: Any, values: Mapping[str, Any], where: str) -> None:
+    """Raise where a field that names code is set, or one that may name code does."""
+    for field in dataclasses.fields(cls):
+        if field.name in values and field.metadata.get("code"):
+            raise _untrusted(values[field.name], f"{where}.{field.name}")
+        if field.name in values and field.metadata.get("code inside"):
+            refuse_code(values[field.name], f"{where}.{field.name}")
 
 
 def _from_scalar(plain: Any, expected: Any, where: str) -> Any:

@@ -101,6 +101,12 @@ class Objective(Component):
         compares = self.robust and self.robust_loss is not None and self.robust_loss.needs_clean
         return compares or self.nominal_weight > 0.0 or len(self.constraints) > 0
 
+    @property
+    def rho(self) -> float | None:
+        """The one limit on the nominal loss of all examples, where the row has one: what a report compares with."""
+        limits = (c.limit for c in self.constraints if not c.on_accuracy and isinstance(c.limit, float))
+        return next(limits, None)
+
     def initial_duals(
         self, num_classes: int | None = None, num_groups: int | None = None, device: torch.device | str = "cpu"
     ) -> Duals:

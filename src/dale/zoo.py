@@ -31,7 +31,7 @@ SHARD = 16 * 2**20  # bytes of weights in a file, at most
 def load_model(path: Path | str, *, trust: bool = False, device: str = "cpu") -> nn.Module:
     """Load the selected model of a run, or "zoo:NAME", in eval mode: a plain module from [0, 1] images to logits."""
     if isinstance(path, str) and path.startswith(PREFIX):
-        return find(path).load(device)
+        return find(path).load(device, trust=trust)
     return runs.load_model(path, trust=trust, device=device)
 
 
@@ -39,8 +39,8 @@ def store(run: Run, name: str, place: Path) -> Entry:
     """Store the selected model of a run in float16, under a name; nothing is published about it yet."""
     require_name(name)
     data = run.config.data.dataset
-    limits = [c.limit for c in run.objective.constraints if not c.on_accuracy and isinstance(c.limit, float)]
     shape, num_classes = _facts(run.path / "model.safetensors")
+    (place / f"{name}.json").unlink(missing_ok=True)  # first: weights must never lie under another's numbers
     for old in (place / f"{name}.safetensors", *place.glob(f"{name}-[0-9]*.safetensors")):
         old.unlink(missing_ok=True)
     plain = {
@@ -51,7 +51,7 @@ def store(run: Run, name: str, place: Path) -> Entry:
         "num_classes": num_classes,
         "dataset": data,
         "perturbations": to_plain(run.objective.perturbations),
-        "rho": limits[0] if limits else None,
+        "rho": run.objective.rho,
         "weights": write_shards(stored_tensors(run.model, torch.float16), name, place),
         "summary": run.summary,
         "config": run.config.to_yaml(),

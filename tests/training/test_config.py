@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import dale
+from dale.components import to_plain
 from dale.data import DATASETS, RandomCrop
 from dale.errors import UsageError
 from dale.training import SGD, Algorithm, Cosine, DataConfig, ModelConfig, RunConfig, Training, Validation
@@ -86,6 +88,15 @@ def test_options_that_the_new_row_does_not_take_are_left_behind() -> None:
 def test_refusals(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         RunConfig.from_yaml(text)
+
+
+def test_options_made_in_python_are_those_of_a_file() -> None:
+    """Components, tuples and numpy's numbers are written as plain values, and read back equal to what was given."""
+    options = {"rho": np.float64(0.25), "step_size": (1, 2), "robust_loss": dale.losses.KL()}
+    made = RunConfig(objective=Algorithm(options=options))
+    assert isinstance(made.objective, Algorithm)
+    assert made.objective.options == {"rho": 0.25, "step_size": [1, 2], "robust_loss": to_plain(dale.losses.KL())}
+    assert RunConfig.from_yaml(made.to_yaml()) == made
 
 
 def test_paths_may_look_like_code() -> None:

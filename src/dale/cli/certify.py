@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data-dir", metavar="DIR", help="where data files lie (default: $DALE_DATA or a user cache)")
     parser.add_argument("--device", metavar="DEVICE", default="cpu", help="cpu or cuda")
-    parser.add_argument("--trust", action="store_true", help="honour import paths in the run's configuration")
+    parser.add_argument("--trust", action="store_true", help="honour import paths in the configuration")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
 
     options = {"alpha": args.alpha, "clip": args.clip, "method": args.method}
     if args.run.startswith(PREFIX):
-        of_stored = certify_stored(find(args.run), data_dir=args.data_dir, device=args.device, **options)
+        of_stored = certify_stored(
+            find(args.run), data_dir=args.data_dir, device=args.device, trust=args.trust, **options
+        )
         print(_promised(of_stored, args.run).statement())
         return 0
     loaded = load_run(args.run, trust=args.trust, device=args.device)

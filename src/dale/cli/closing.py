@@ -37,7 +37,6 @@ def close_run(
         # a twentieth of the training set's size, so that evaluating costs less than an epoch of training
         examples = len(data.test) if len(data.test) <= LIMIT else max(LIMIT // 2, len(data.train) // 20)
     names = list(attacks) if attacks else ["fgsm", "pgd20x10" if len(data.test) <= LIMIT else "pgd20"]
-    rho = next((c.limit for c in objective.constraints if not c.on_accuracy and isinstance(c.limit, float)), None)
     if team.size > 1 and distributed.is_main():  # what one process left behind the others would not know of
         (run.path / "evaluation.partial.safetensors").unlink(missing_ok=True)
     with shared_by(team):
@@ -47,7 +46,7 @@ def close_run(
             objective.perturbations,
             names,
             examples=None if examples is None else min(examples, len(data.test)),
-            rho=rho,
+            rho=objective.rho,
             epsilons=_radii(objective.perturbations),
             out=run.path if distributed.is_main() else None,
             progress=progress and distributed.is_main(),

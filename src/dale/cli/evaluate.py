@@ -135,7 +135,8 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, Dataset, PerturbationSet
             raise UsageError("--model goes with a .safetensors file; a stored model knows what it is")
         entry = find(args.target)
         data = load_dataset(args.dataset or entry.dataset, data_dir=args.data_dir)
-        return entry.load(args.device), data, _set(args, entry.perturbations()), entry.rho, None
+        model = entry.load(args.device, trust=args.trust)
+        return model, data, _set(args, entry.perturbations()), entry.rho, None
 
     if args.model is not None:
         raise UsageError("--model goes with a .safetensors file; a run knows its model")
@@ -144,8 +145,7 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, Dataset, PerturbationSet
     run = load_run(path, trust=args.trust, device=args.device)
     data = run.data(args.data_dir) if args.dataset is None else load_dataset(args.dataset, data_dir=args.data_dir)
     objective = run.objective
-    limits = [c.limit for c in objective.constraints if not c.on_accuracy and isinstance(c.limit, float)]
-    return run.model, data, _set(args, objective.perturbations), limits[0] if limits else None, run.path
+    return run.model, data, _set(args, objective.perturbations), objective.rho, run.path
 
 
 def _load_file(args: argparse.Namespace, path: Path) -> tuple[nn.Module, Dataset, PerturbationSet]:

@@ -11,7 +11,7 @@ from typing import Any
 import safetensors
 from torch import Tensor, nn
 
-from dale.components import from_plain
+from dale.components import from_plain, refuse_code
 from dale.environment import find_device
 from dale.errors import CheckpointError, UsageError, unknown
 from dale.files import read_json
@@ -74,10 +74,12 @@ class Entry:
         """Load the weights into a model of the same architecture, in the model's own dtype."""
         _load(model, self.weights)
 
-    def load(self, device: str = "cpu") -> nn.Module:
-        """Build the model and load its weights, to float32, in eval mode."""
+    def load(self, device: str = "cpu", *, trust: bool = False) -> nn.Module:
+        """Build the model and load its weights, to float32, in eval mode. Code that it names is run only if trusted."""
         from dale.models.factory import create_model  # which loads entries in its turn, as a start
 
+        if not trust:
+            refuse_code(self.plain.get("model"), f"{self.path}: model")
         try:
             channels, height, width = (int(side) for side in self.plain["image_shape"])
             model = create_model(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from dale import algorithms
-from dale.components import Component, dump_yaml, from_plain, is_import_path, parse_yaml, to_plain
+from dale.components import Component, dump_yaml, from_plain, may_name_code, parse_yaml, refuse_code, to_plain
 from dale.data import Augmentation, Dataset, load_dataset
 from dale.errors import UsageError, require, require_choice
 from dale.objectives import Objective
@@ -51,7 +51,7 @@ class DataConfig(Component):
 class ModelConfig(Component):
     """Which model: a name or an import path, its activation, and the weights to start from."""
 
-    name: str = "convnet"
+    name: str = may_name_code(default="convnet")
     activation: str = "relu"
     init: str | None = None
 
@@ -60,9 +60,13 @@ class ModelConfig(Component):
 class Algorithm(Component):
     """A row by its name (or import path), for a set, with the row's own options as plain values."""
 
-    name: str = "dale"
+    name: str = may_name_code(default="dale")
     perturbations: PerturbationSet | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = may_name_code(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # as a file has them: components, tuples and numpy's numbers come back equal
+        object.__setattr__(self, "options", to_plain(self.options))
 
     def build(self) -> Objective:
         """Return the objective."""
@@ -150,7 +154,7 @@ class RunConfig(Component):
         if version != FORMAT:
             raise UsageError(f"{where}: configuration format {version!r}; this version of dale reads format {FORMAT}")
         if not trust:
-            refuse_code(plain, where)
+            refuse_code(plain, where, PATHS)
         if recipe is not None:
             plain = _filled(plain, recipe)
         config = from_plain(plain, RunConfig, where=where, trust=trust)
@@ -167,17 +171,3 @@ def _filled(plain: Mapping[str, Any], recipe: Callable[[str], RunConfig]) -> dic
         partly = name in ("data", "model", "training") and isinstance(value, Mapping)
         filled[name] = {**filled[name], **value} if partly else value
     return filled
-
-
-def refuse_code(plain: Any, where: str, place: tuple[str, ...] = ()) -> None:
-    """Raise if any text in a file is an import path: a stranger's configuration runs nothing."""
-    if isinstance(plain, Mapping):
-        for name, value in plain.items():
-            refuse_code(value, f"{where}.{name}", (*place, str(name)))
-    elif isinstance(plain, (list, tuple)):
-        for number, value in enumerate(plain):
-            refuse_code(value, f"{where}[{number}]", (*place, str(number)))
-    elif isinstance(plain, str) and place not in PATHS and is_import_path(plain):
-        raise UsageError(
-            f"{where} names code to import, {plain!r}; pass --trust (in Python, trust=True) if you trust its origin"
-        )
