@@ -166,6 +166,17 @@ def refused(message: str) -> list[str]:
     return []
 
 
+def too_many_parts(out: str) -> str:
+    """Ask for more parts of a batch than a process has examples of it; the error."""
+    from dale.errors import UsageError
+
+    try:
+        trained(out, batch_size=8, accumulate=5)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def messages() -> dict[str, Any]:
     """Every kind of message once."""
     with distributed.connected("cpu"):

@@ -24,6 +24,8 @@ REQUESTS: list[tuple[str, tuple[str, ...]]] = [
     ("--epoch 3", ("unknown option --epoch", "did you mean --epochs?")),
     ("--min-acuracy 0.9", ("unknown option --min-acuracy", "did you mean --min-accuracy?")),
     ("--model convnt", ("unknown model 'convnt'", "did you mean 'convnet'?")),
+    ("--attacks fgsm fgsm", ("'fgsm' is listed more than once",)),
+    ("--attacks square10 --set rotation", ("square",)),
     ("--attacks pdg20", ("unknown attack 'pdg20'", "did you mean 'pgd20'?")),
     ("--compare erm pdg", ("unknown algorithm 'pdg'", "did you mean 'pgd'?")),
     ("--set linv --epsilon 0.1", ("unknown PerturbationSet 'linv'", "did you mean 'Linf'?")),
@@ -221,9 +223,9 @@ def test_an_existing_run_folder_is_left_as_it_is(dale: Dale, tmp_path: Path) -> 
 
 def test_a_folder_that_cannot_be_made(dale: Dale, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    _check(dale("train", *TINY, "--out", "file/run", "--quiet"), FAILURE, "cannot write file/run", "Not a directory")
+    _check(dale("train", *TINY, "--out", "file/run", "--quiet"), FAILURE, "cannot write in file/run", "Not a directory")
     # where even root may not write
-    _check(dale("train", *TINY, "--out", "/proc/dale-run", "--quiet"), FAILURE, "cannot write /proc/dale-run")
+    _check(dale("train", *TINY, "--out", "/proc/dale-run", "--quiet"), FAILURE, "cannot write in /proc/dale-run")
 
 
 def test_a_configuration_of_another_version(dale: Dale, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dale.constraints import Constraint, accuracy_limit, loss_limit
 from dale.errors import DataError, UsageError
 from dale.losses import CrossEntropy, ErrorProbability
 from dale.training import Validation
-from dale.training.certification import certify_run, certify_stored, fingerprint
+from dale.training.certification import certify_run, certify_stored, fingerprint, image_fingerprint
 from dale.training.validation import predict
 from dale.zoo import store
 
@@ -160,3 +160,15 @@ def test_fingerprints() -> None:
     assert fingerprint(data.train) == fingerprint(data.train.take(range(len(data.train) - 1, -1, -1)))
     relabelled = replace(data.train, labels=data.train.labels.flip(0))
     assert fingerprint(data.train) != fingerprint(relabelled)
+    shuffled = data.train.take(torch.randperm(len(data.train)).tolist())
+    turned = replace(data.train, images=data.train.images.flip(2))
+    assert image_fingerprint(shuffled) == image_fingerprint(data.train) != image_fingerprint(turned)
+    assert fingerprint(turned) == fingerprint(data.train)
+
+
+def test_other_images_under_the_same_numbers_are_refused(tmp_path: Path) -> None:
+    data = dale.load_dataset("digits", **SIZES)
+    run = _run(tmp_path / "run", data, rho=0.5)
+    replaced = replace(data, certification=replace(data.certification, images=data.certification.images.flip(2)))
+    with pytest.raises(DataError, match=r"the certification split .* a certificate on it would mean nothing"):
+        certify_run(run, replaced)

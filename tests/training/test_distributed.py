@@ -90,6 +90,12 @@ def test_more_parts_than_examples_are_refused():
     assert merged([step := object()]) is step  # type: ignore[list-item]
 
 
+def test_more_parts_than_a_process_has_examples_are_refused_before_a_folder_is_made(tmp_path):
+    for said in start(tmp_path, 2, "shared_work", "too_many_parts", out="run").results():
+        assert "accumulate must lie between 1 and 4, the part of a batch of 8 that each of 2 processes has" in said
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("count", [1, 37])
 def test_validation_is_shared_with_exact_counts(tmp_path, count):
     """37 examples are 18 and 19, in batches of 16; of one example one process has none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -22,7 +23,7 @@ from torch import nn
 import dale
 from dale import environment
 from dale.data import Loader, RandomCrop, Split, split_dataset
-from dale.errors import UsageError
+from dale.errors import CheckpointError, DataError, UsageError
 from dale.files import read_tensors
 from dale.training import SGD, Averaging, Constant, Piecewise, RunFolder, Validation
 from dale.training.fit import _empty, _homeless
@@ -253,6 +254,35 @@ def test_a_run_is_not_continued_under_another_configuration(data: dale.Dataset, 
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == content
     again = dale.fit(_linear(), _row(), data, out=tmp_path / "run", resume=True, **QUICK)
     assert again.summary["selected_epoch"] in (1, 2)
+
+
+def test_a_run_is_not_continued_on_other_data(data: dale.Dataset, tmp_path: Path) -> None:
+    """The same number of images, the same labels, other pixels: a file that was replaced under its name."""
+    run = dale.fit(_linear(), _row(), data, out=tmp_path / "run", **QUICK)
+    other = replace(data, train=replace(data.train, images=data.train.images.flip(3)))
+    with pytest.raises(DataError, match=r"the train split of digits is not the one .*: it cannot go on with it"):
+        dale.fit(_linear(), _row(), other, out=tmp_path / "run", resume=True, **QUICK)
+    assert run.folder.environment()["splits"] == run.summary["splits"]
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_anew(data: dale.Dataset, tmp_path: Path) -> None:
+    run = dale.fit(_linear(), _row(), data, out=tmp_path / "run", **QUICK)
+    shutil.rmtree(run.folder.checkpoints)
+    weights = (run.path / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match="is finished, and its checkpoints are gone"):
+        dale.fit(_linear(), _row(), data, out=tmp_path / "run", resume=True, **QUICK)
+    assert (run.path / "model.safetensors").read_bytes() == weights
+    assert len(run.metrics()) == 2
+
+
+def test_a_model_that_no_checkpoint_could_hold_is_refused_before_anything_is_written(
+    data: dale.Dataset, tmp_path: Path
+) -> None:
+    model = _linear()
+    model.register_buffer("spectrum", torch.zeros(3, dtype=torch.complex128))
+    with pytest.raises(UsageError, match="spectrum"):
+        dale.fit(model, _row(), data, out=tmp_path / "run", **QUICK)
+    assert not (tmp_path / "run").exists()
 
 
 def test_free_folders_are_numbered(data: dale.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

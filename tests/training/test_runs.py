@@ -16,7 +16,7 @@ from dale.errors import CheckpointError, DaleError, UsageError
 from dale.files import read_tensors
 from dale.training import SGD, AdamW, RunConfig, RunFolder, TrainState
 from dale.training.averaging import AveragedModel, Averaging
-from dale.training.config import ModelConfig
+from dale.training.config import Algorithm, ModelConfig
 from dale.training.optimisers import Optimiser
 from dale.training.selection import Candidate
 
@@ -140,6 +140,40 @@ def test_a_folder_with_nothing_but_half_written_files_is_free(tmp_path: Path) ->
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(UsageError, match="already exists"):
         RunFolder(tmp_path / "link").create(RunConfig())
+
+
+def test_of_two_processes_that_begin_at_once_one_is_turned_away(tmp_path: Path) -> None:
+    """The folder is held before anything of the run is in it, and holding it does not make it look taken."""
+    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    with first.locked():
+        assert not second.exists
+        with pytest.raises(DaleError, match="is in use"), second.locked():
+            pass
+        first.create(RunConfig())
+    with second.locked(), pytest.raises(UsageError, match="already exists"):
+        second.create(RunConfig(model=ModelConfig(name="resnet18")))
+    assert first.config().model.name == "convnet"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"beta": 6.0}, "objective.options.beta was None, now 6.0"),
+        ({"rho": 0.2}, "objective.options.rho was 0.1, now 0.2"),
+        ({"limits": [0.5, 0.4]}, r"objective.options.limits\[1\] was 0.3, now 0.4"),
+        ({"limits": [0.5]}, r"objective.options.limits was \[0.5, 0.3\], now \[0.5\]"),
+    ],
+)
+def test_what_a_run_was_begun_with_is_what_it_goes_on_with(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"rho": 0.1, "limits": [0.5, 0.3]}
+    config = RunConfig(objective=Algorithm(options=options))
+    folder = RunFolder(tmp_path / "run")
+    folder.create(config)
+    folder.require_same(RunConfig(objective=Algorithm(options=dict(reversed(options.items())))))
+    with pytest.raises(UsageError, match=message):
+        folder.require_same(RunConfig(objective=Algorithm(options=options | change)))
 
 
 def test_a_run_of_the_users_own_model_is_continued_with_trust(tmp_path: Path) -> None:

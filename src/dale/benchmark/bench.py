@@ -122,7 +122,7 @@ def bench(
         raise UsageError("a benchmark chooses kernels by their speed; leave --deterministic out")
     place = find_device(device)
     training = config.training
-    with torch.random.fork_rng(), kept_memory(place):
+    with torch.random.fork_rng([place] if place.type == "cuda" else []), kept_memory(place):
         found: list[Workload] = []
         start_memory(place)
         # from building the step to the end of the first: tracing, compiling, capturing

@@ -104,8 +104,7 @@ def _check(runs: list[SweepRun], kinds: TrainOptions, trust: bool) -> None:
     for run in runs:
         try:
             parsed = parser.parse_args([*run.arguments(kinds), *(["--trust"] if trust else [])])
-            build_config(parsed).build_objective()
-            check_early(parsed)
+            check_early(parsed, build_config(parsed))
         except DaleError as error:
             raise UsageError(f"run {run.name}: {error}") from error
 

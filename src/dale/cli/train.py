@@ -53,7 +53,7 @@ def _run(args: argparse.Namespace) -> int:
         config, out = _resumed(args)
     else:
         config, out = build_config(args), args.out
-    check_early(args)
+    check_early(args, config)
     done = [_train(args, config, out)]
     for name in args.compare:
         from dale.training.recipes import with_algorithm
@@ -75,14 +75,15 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_early(args: argparse.Namespace) -> None:
+def check_early(args: argparse.Namespace, config: RunConfig) -> None:
     """Refuse now what would otherwise fail after an hour of training."""
     from dale.algorithms import find_row
-    from dale.attacks import parse
+    from dale.evaluation import prepare_attacks
     from dale.training.distributed import may_restart
 
-    for name in args.attacks or ():
-        parse(name)
+    perturbations = config.build_objective().perturbations
+    if perturbations is not None:
+        prepare_attacks(args.attacks or (), perturbations)
     for name in args.compare:
         find_row(name)
     if may_restart() and args.out is None and args.resume is None:

@@ -43,7 +43,7 @@ def train_mode_accuracies(model: nn.Module, split: Split, spec: Spec) -> dict[st
     device = next(own.parameters()).device
     key = random.key(spec.seed).fold("paper mode")
     right = dict.fromkeys(("clean", *attacks), 0)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(spec.seed)
         for whole in split.batches(BATCH):
             batch = whole.to(device)

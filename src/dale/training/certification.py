@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from dale.certificates import Method, NominalCertificate, certify_nominal
@@ -23,22 +24,48 @@ CLIP = 4.0  # B by default, at least: twice the limit where that is more
 
 
 def fingerprint(split: Split) -> str:
-    """A short text that two splits share exactly when they hold the same labelled examples, in any order."""
+    """A short text that two splits share exactly when their examples have the same numbers and labels, in any order."""
     total, order = hashlib.blake2b(digest_size=8), split.index.argsort()
     for numbers in (split.index, split.labels):
         total.update(numbers[order].cpu().numpy().tobytes())
     return total.hexdigest()
 
 
-def _require_untouched(summary: Mapping[str, Any], data: Dataset, made: object) -> None:
-    """Refuse data whose splits are not the run's: what is certified on might have been trained on."""
-    recorded = summary.get("splits", {})
-    for part in ("train", "certification"):
-        if part in recorded and recorded[part] != fingerprint(getattr(data, part)):
+def image_fingerprint(split: Split) -> str:
+    """The same of their images, as they are stored."""
+    total = hashlib.blake2b(digest_size=8)
+    for rows in torch.split(split.index.argsort(), 4096):
+        images = split.images[rows.to(split.images.device)]
+        total.update(images.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def fingerprints(data: Dataset) -> dict[str, str]:
+    """What a run remembers of the splits that it must not meet again otherwise."""
+    return {
+        name: text
+        for part in ("train", "certification")
+        for name, text in (
+            (part, fingerprint(getattr(data, part))),
+            (f"{part} images", image_fingerprint(getattr(data, part))),
+        )
+    }
+
+
+def require_same_splits(recorded: Mapping[str, str], data: Dataset, made: object, why: str) -> None:
+    """Refuse data whose splits are not those that a run remembers."""
+    found = fingerprints(data) if recorded else {}
+    for name, text in recorded.items():
+        if name in found and found[name] != text:
             raise DataError(
-                f"the {part} split of {data.name} is not the one that {made} was made with (another seed, size "
-                "or file): a certificate on it would mean nothing"
+                f"the {name.removesuffix(' images')} split of {data.name} is not the one that {made} was made with "
+                f"(another seed, size or file): {why}"
             )
+
+
+def _require_untouched(summary: Mapping[str, Any], data: Dataset, made: object) -> None:
+    """What is certified on may not have been trained on."""
+    require_same_splits(summary.get("splits", {}), data, made, "a certificate on it would mean nothing")
 
 
 def certify_run(
@@ -63,18 +90,19 @@ def certify_stored(
     method: Method = "betting",
     data_dir: str | None = None,
     device: str = "cpu",
+    trust: bool = False,
 ) -> NominalCertificate | None:
     """Certify a stored model as `certify_run` does a run, on the test split; None without a constraint.
 
     The test split trained and selected nothing either, and has many images where a run holds back few.
     """
-    config = RunConfig.from_yaml(entry.config, where=str(entry.path))
+    config = RunConfig.from_yaml(entry.config, where=str(entry.path), trust=trust)
     constraints = config.build_objective().constraints
     if not constraints:
         return None
     data = config.data.load(data_dir)
     _require_untouched(entry.plain.get("summary", {}), data, entry.path)
-    return _certified(entry.load(device), constraints, data, data.test, alpha, clip, method)
+    return _certified(entry.load(device, trust=trust), constraints, data, data.test, alpha, clip, method)
 
 
 def _certified(

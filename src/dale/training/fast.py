@@ -128,7 +128,7 @@ class CapturedStep(FastStep):
         self.word = torch.zeros((), dtype=torch.int64, device=self.device)
         static = Batch(self.images, self.labels, self.index, self.groups)
         state.duals = tuple(Dual(*(t.clone() for t in vars(dual).values())) for dual in state.duals)
-        saved = _snapshot(state)
+        saved, drawn = _snapshot(state), torch.cuda.get_rng_state(self.device)
         if self.compiled and self.steps is not None:
             self.compiled = self._seconds(state, static) * self.steps > COMPILING_PAYS
             _restore(state, saved)
@@ -153,6 +153,7 @@ class CapturedStep(FastStep):
             ) from error
         self.graph = graph
         _restore(state, saved)
+        torch.cuda.set_rng_state(drawn, self.device)  # dropout's masks are those of a run that was not warmed up
         self.duals, self.totals = state.duals, state.totals
 
     def _compile_by(self, compiler: Compiler) -> None:

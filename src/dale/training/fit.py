@@ -18,10 +18,11 @@ from dale.data import Dataset, Loader
 from dale.environment import kept_memory, no_denormals, require_bfloat16
 from dale.errors import CheckpointError, UsageError, require, told_of, unknown
 from dale.files import finite, write_json
+from dale.models.weights import stored_tensors
 from dale.objectives import Objective
 from dale.training import distributed
 from dale.training.averaging import AveragedModel
-from dale.training.certification import fingerprint
+from dale.training.certification import fingerprints, require_same_splits
 from dale.training.config import DataConfig, ModelConfig, RunConfig, Training
 from dale.training.diagnosis import stuck
 from dale.training.fast import CapturedStep, Fast, make_step
@@ -69,22 +70,19 @@ def fit(
     with distributed.connected(device) as place, ExitStack() as stack:
         if place.type == "cpu" and settings.precision == "bfloat16":
             require_bfloat16()
+        share = settings.batch_size // distributed.world_size()
+        require(
+            settings.accumulate <= share,
+            f"accumulate must lie between 1 and {share}, the part of a batch of {settings.batch_size} that each of "
+            f"{distributed.world_size()} processes has, got {settings.accumulate}",
+        )
         folder = RunFolder(distributed.told(str(out if out is not None else free_folder(data.name, objective.name))))
         resume = distributed.told("resume" if resume else "") != ""
 
-        def enter() -> None:
-            if resume:
-                folder.require_same(config)
-            else:
-                if not folder.exists:
-                    distributed.begin()
-                folder.create(config)
-            stack.enter_context(folder.locked())
-            folder.write_environment(objective)
-
-        distributed.first(enter)
+        distributed.first(lambda: _enter(stack, folder, config, objective, data, resume))
         model.to(place)
-        random_state, bits = torch.random.fork_rng(), _determinism(settings.deterministic)
+        devices = [place] if place.type == "cuda" else []
+        random_state, bits = torch.random.fork_rng(devices), _determinism(settings.deterministic)
         for context in (random_state, bits, no_denormals(), kept_memory(place)):
             stack.enter_context(context)
         stack.enter_context(synchronised(model, settings.sync_batchnorm))
@@ -125,6 +123,24 @@ def fit(
         finally:
             board.finish(summary)
     return Run(folder, model, config, objective, summary)
+
+
+def _enter(
+    stack: ExitStack, folder: RunFolder, config: RunConfig, objective: Objective, data: Dataset, resume: bool
+) -> None:
+    """Take the run's folder, a new one or one to go on in, and hold it until the stack is left."""
+    splits = fingerprints(data)
+    if resume:
+        folder.require_same(config)
+        require_same_splits(folder.environment().get("splits", {}), data, folder.path, "it cannot go on with it")
+    elif folder.exists:
+        folder.refuse()
+    else:
+        distributed.begin()
+    stack.enter_context(folder.locked())
+    if not resume:
+        folder.create(config)
+    folder.write_environment(objective, splits)
 
 
 def _homeless(model: nn.Module) -> list[str]:
@@ -204,7 +220,7 @@ def _finish(
         "validation": next(r["validation"] for r in state.history if r["epoch"] == best.epoch),
         "multipliers": [constraint["multiplier"] for constraint in last["constraints"]],
         "warnings": lost + stuck(state.history, config.training.epochs),
-        "splits": {part: fingerprint(getattr(data, part)) for part in ("train", "certification")},
+        "splits": fingerprints(data),
         "seconds": sum(r["seconds"]["total"] for r in state.history),
     }
     distributed.first(lambda: write_json(folder.path / "summary.json", finite(summary)))
@@ -262,6 +278,7 @@ def _check(model: nn.Module, objective: Objective, data: Dataset) -> None:
         logits.shape[1] >= data.num_classes,
         f"the model has {logits.shape[1]} outputs, {data.name} has {data.num_classes} classes",
     )
+    stored_tensors(model)  # what no checkpoint could hold is said now
     for constraint in objective.constraints:
         count = constraint.num_groups(data.num_classes, data.num_groups)
         trained, held_out = (

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -39,6 +39,7 @@ from dale.training.checkpoints import Snapshot
 from dale.training.config import RunConfig
 from dale.training.state import TrainState
 
+LOCK = ".lock"
 KEPT = 2  # checkpoints: the newest, and the one before it in case the newest is damaged
 
 
@@ -55,7 +56,8 @@ class RunFolder:
         """Whether there is anything at this place already, but for what a process killed at its start left behind."""
         if not self.path.is_dir():
             return self.path.exists() or self.path.is_symlink()
-        return any(not is_temporary(inside) for inside in self.path.iterdir())
+        inside = (path for path in self.path.iterdir() if not is_temporary(path) and path.name != LOCK)
+        return any(path != self.checkpoints or not path.is_dir() or any(path.iterdir()) for path in inside)
 
     @property
     def resume_command(self) -> str:
@@ -67,28 +69,38 @@ class RunFolder:
             trust = " --trust"
         return f"dale train --resume {shlex.quote(str(self.path))}{trust}"
 
+    def refuse(self) -> NoReturn:
+        """Say that there is something here already."""
+        raise UsageError(
+            f"{self.path} already exists; choose another --out (in Python, out), "
+            f"or continue it with `{self.resume_command}`"
+        )
+
     def create(self, config: RunConfig) -> None:
-        """Make the folder of a new run; an existing one is refused."""
+        """Make the folder a new run's, under the lock: of two processes that begin at once one is turned away."""
         if self.exists:
-            raise UsageError(
-                f"{self.path} already exists; choose another --out (in Python, out), "
-                f"or continue it with `{self.resume_command}`"
-            )
+            self.refuse()
         # the configuration first: with it the folder is a run that can be continued, whatever happens next
         write_text(self.path / "config.yaml", config.to_yaml())
 
-    def write_environment(self, objective: Objective) -> None:
+    def environment(self) -> dict[str, Any]:
+        """What the run was begun on, as far as it says so."""
+        path = self.path / "environment.json"
+        found = read_json(path) if path.exists() else {}
+        return found if isinstance(found, dict) else {}
+
+    def write_environment(self, objective: Objective, splits: Mapping[str, str]) -> None:
         """Say what the run is made on, where that has not been said yet."""
         path = self.path / "environment.json"
         if not path.exists():
-            write_json(path, environment() | {"objective": repr(objective)})
+            write_json(path, environment() | {"objective": repr(objective), "splits": dict(splits)})
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run: a second process that trains in the same folder is turned away."""
         try:
-            self.checkpoints.mkdir(exist_ok=True)
-            file = (self.path / ".lock").open("w")
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            file = (self.path / LOCK).open("w")
         except OSError as error:
             raise DaleError(f"cannot write in {self.path}: {error.strerror or error}") from error
         with file:
@@ -163,6 +175,10 @@ class RunFolder:
             return [f"{note}; falling back to the checkpoint before it" for note in notes]
         if notes:
             raise CheckpointError(f"no checkpoint of {self.path} can be read: {'; '.join(notes)}")
+        if (self.path / "summary.json").is_file():  # to begin anew would replace its weights
+            raise CheckpointError(
+                f"{self.path} is finished, and its checkpoints are gone: there is nothing to continue"
+            )
         return notes
 
     def candidate(self, epoch: int) -> Path:
@@ -213,8 +229,13 @@ def is_temporary(path: Path) -> bool:
 def _difference(recorded: Any, given: Any, where: str = "") -> str | None:
     """The first value in which two configurations differ; what only the newer one knows is no difference."""
     if isinstance(recorded, dict) and isinstance(given, dict):
-        pairs = [(f"{where}.{k}".lstrip("."), v, given.get(k)) for k, v in recorded.items()]
+        # options are not fields with defaults: one that is only given is a difference
+        names = dict.fromkeys([*recorded, *given]) if where.endswith("options") else recorded
+        pairs = [(f"{where}.{k}".lstrip("."), recorded.get(k), given.get(k)) for k in names]
         return next((found for name, a, b in pairs if (found := _difference(a, b, name))), None)
+    if isinstance(recorded, list) and isinstance(given, list) and len(recorded) == len(given):
+        parts = [_difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(recorded, given, strict=True))]
+        return next(filter(None, parts), None)
     same = str(recorded).lower() == str(given).lower() if where.endswith(".type") else recorded == given
     return None if same else f"{where} was {recorded!r:.80}, now {given!r:.80}"
 
