@@ -11,8 +11,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dale.batch import Batch
+    from dale.data import Split
 
 # before torch is imported: several test processes with a thread per core each would spend their time waiting
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,3 +73,16 @@ def real_data() -> Path:
             shutil.rmtree(cache, ignore_errors=True)
             part.rename(cache)
     return cache
+
+
+@pytest.fixture(scope="session")
+def victim() -> tuple[nn.Module, Split]:
+    """A small trained classifier that attacks are tried on, and the digits for it."""
+    from victims import trained  # torch, which not every test needs
+
+    return trained()
+
+
+@pytest.fixture
+def batch(victim: tuple[nn.Module, Split]) -> Batch:
+    return next(victim[1].batches(64))

@@ -1,7 +1,7 @@
 """Several processes that form one run, forked off a server that has torch loaded: seconds less than torchrun's start.
 
-Test modules put this folder on `sys.path` and import it. A process runs one function of a module here, with the
-environment that torchrun would give it; what it returns comes back, and what it prints lies in files.
+A process runs one function of a module here, with the environment that torchrun would give it; what it returns comes
+back, and what it prints lies in files.
 """
 
 from __future__ import annotations

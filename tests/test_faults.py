@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent))
 from dale.files import read_tensors, write_tensors
 from dale.training.runs import RunFolder
 from processes import Group, free_port, start

@@ -35,7 +35,7 @@ def quiet(model: nn.Module, data: Split, *args: object, **options: object) -> Ev
 
 _KILLED = """
 import sys; sys.path.insert(0, sys.argv[2])
-from conftest import trained
+from victims import trained
 from dale.evaluation import evaluate, resume
 from dale.perturbations import Linf
 resume._WRITE_EVERY, resume._WRITE_SHARE = 0.0, 0.0
@@ -69,7 +69,7 @@ def test_resume_after_sigkill(victim: Victim, tmp_path: Path) -> None:
     """Killed in the middle, the same evaluation goes on where it was, and ends with the same outcome."""
     partial = tmp_path / "evaluation.partial.safetensors"
     process = subprocess.Popen(
-        [sys.executable, "-c", _KILLED, str(tmp_path), str(Path(__file__).parent)],
+        [sys.executable, "-c", _KILLED, str(tmp_path), str(Path(__file__).parents[1])],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.DEVNULL,
     )

@@ -7,12 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import shared_work
 from dale.errors import UsageError
 from dale.training import distributed

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from dale.batch import Batch
 from dale.data import Split, load_dataset
 
 
@@ -47,13 +45,3 @@ def trained() -> tuple[Net, Split]:
     labels = torch.cat([part.labels for part in parts])
     split = Split(images, labels, torch.arange(len(labels)), 10, scale=16.0)
     return model.eval(), split
-
-
-@pytest.fixture(scope="session")
-def victim() -> tuple[Net, Split]:
-    return trained()
-
-
-@pytest.fixture
-def batch(victim: tuple[Net, Split]) -> Batch:
-    return next(victim[1].batches(64))
