@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from dale import constraints
+from dale.components import from_plain, to_plain
 from dale.constraints import (
     Constraint,
     accuracy_limit,
@@ -130,10 +132,31 @@ def test_accuracy_is_a_limit_on_the_error():
 
 def test_the_bound_on_the_multiplier():
     assert dual_bound(4.0, 1.0, 0.5) == 8.0
+    assert dual_bound(4.0, 1.0, 0.5, share=0.1) == 80.0
+    with pytest.raises(UsageError, match=r"part of the examples in \(0, 1\], got 0.0"):
+        dual_bound(4.0, 1.0, 0.5, share=0.0)
     with pytest.raises(UsageError, match="not strictly feasible"):
         dual_bound(4.0, 0.5, 0.5)
     with pytest.raises(UsageError, match="finite number above 0"):
         dual_bound(float("inf"), 1.0, 0.5)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 1.0])
+def test_the_bound_holds_for_a_group_of_any_share(share):
+    """One model for each t in [0, 1], of robust loss 1 - t and loss t of the group: nu* is 1 / share."""
+    rho, t, grid = 0.5, np.linspace(0.0, 1.0, 1001), np.linspace(0.0, 30.0, 3001)
+    lagrangian = np.array([(1.0 - t + nu * share * (t - rho)).min() for nu in grid])
+    found = grid[lagrangian.argmax()]
+    assert found == pytest.approx(1.0 / share, abs=0.02)
+    assert found <= dual_bound(1.0, rho, 0.0, share)
+    assert share == 1.0 or found > dual_bound(1.0, rho, 0.0)
+
+
+def test_limits_are_the_numbers_of_a_file():
+    for given in (1, np.float32(0.5), (1, 0.25)):
+        made = Constraint(limit=given, by="class" if isinstance(given, tuple) else "all")
+        assert made == from_plain(to_plain(made), Constraint)
+        assert all(type(v) is float for v in (made.limit if isinstance(made.limit, tuple) else (made.limit,)))
 
 
 def test_a_state_moves_to_a_device_as_a_whole():

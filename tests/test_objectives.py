@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from dale import random
 from dale.aggregators import CVaR, LambdaStar, MaxOf, MeanOf, Tilted
 from dale.batch import Batch
-from dale.constraints import DUAL_BUDGET, ascend, loss_limit, violation
+from dale.components import from_plain, to_plain
+from dale.constraints import DUAL_BUDGET, Constraint, accuracy_limit, ascend, loss_limit, violation
 from dale.errors import UsageError
-from dale.losses import DLR, KL, CrossEntropy, LogitPairing, Mart
+from dale.losses import DLR, KL, Clipped, CrossEntropy, ErrorProbability, LogitPairing, Mart
 from dale.objectives import Objective
 from dale.perturbations import Linf, Rotation
 from dale.samplers import Chain, UniformNoise, langevin, pgd
@@ -75,6 +76,26 @@ def test_the_lagrangian_term_by_term():
 
 
 @pytest.mark.parametrize("aggregator", [MeanOf(), MaxOf(), CVaR(beta=0.4), Tilted(t=3.0), LambdaStar(gamma=0.05)])
+@pytest.mark.parametrize(
+    ("constraint", "rho"),
+    [
+        (loss_limit(1), 1.0),
+        (loss_limit((0.5,)), 0.5),
+        (loss_limit(0.1, by="class"), None),
+        (accuracy_limit(0.9), None),
+        (Constraint(loss=ErrorProbability(), limit=0.1), None),
+        (Constraint(loss=Clipped(loss=CrossEntropy(), bound=4.0), measure=CrossEntropy(), limit=0.3), 0.3),
+    ],
+)
+def test_one_limit_on_the_nominal_loss_of_all(constraint, rho):
+    """What a report compares the mean nominal loss with: no limit of a class, of another loss, or on the error."""
+    row = Objective(constraints=(constraint,))
+    assert row.rho == rho
+    assert from_plain(to_plain(row), Objective).rho == rho
+    assert Objective().rho is None
+    assert Objective(constraints=(accuracy_limit(0.9), loss_limit(0.2))).rho == 0.2
+
+
 def test_several_draws_are_weighted_without_gradient_through_the_weights(aggregator):
     model, batch = make_model(), make_batch()
     objective = Objective(

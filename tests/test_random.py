@@ -102,6 +102,13 @@ def test_a_key_passes_through_and_folds_do_not_commute():
     assert len(words) == 7
 
 
+def test_a_name_between_seed_and_number_keeps_them_apart():
+    """Seeds and numbers are mixed alike: folded directly, equal ones cancel, as the documentation says."""
+    assert {random.key(seed).fold(seed).word for seed in range(9)} == {random.key(0).word}
+    named = {random.key(seed).fold("step").fold(number).word for seed in range(9) for number in range(9)}
+    assert len(named) == 81
+
+
 def test_numbers_depend_on_the_example_and_not_on_its_place():
     index = torch.arange(40)
     whole = random.normal(KEY, index, (3, 2))

@@ -128,7 +128,8 @@ class Tilted(Aggregator):
 
     def weigh(self, losses: Tensor) -> Tensor:
         """Return the softmax over the candidates."""
-        return (self.t * (losses - losses.amax(0))).softmax(0)
+        t = min(self.t, torch.finfo(losses.dtype).max)  # infinity times zero is no number
+        return (t * (losses - losses.amax(0))).softmax(0)
 
 
 def _one_hot(scores: Tensor) -> Tensor:

@@ -54,6 +54,8 @@ class Constraint(Component):
         limits = self.limit if isinstance(self.limit, tuple) else (self.limit,)
         require(len(limits) > 0, "Constraint: limit is empty")
         require_non_negative(self, **{f"limit[{i}]" if len(limits) > 1 else "limit": v for i, v in enumerate(limits)})
+        floats = tuple(map(float, limits))  # as a file has them
+        object.__setattr__(self, "limit", floats if isinstance(self.limit, tuple) else floats[0])
         require_non_negative(self, initial=self.initial)
         require_positive(self, step_size=self.step_size, upper=self.upper)
         require_choice(self, ("all", "class", "group"), by=self.by)
@@ -198,11 +200,17 @@ def tightened(constraint: Constraint, dual: Dual, held_out: Tensor, trained: Ten
     return replace(dual, margin=torch.minimum(gap.clamp_min(0.0), 0.5 * limits))
 
 
-def dual_bound(bound: float, rho: float, nominal: float) -> float:
-    """The a-priori bound nu* <= B / (rho - nominal loss of a strictly feasible model), for a loss in [0, B]."""
+def dual_bound(bound: float, rho: float, nominal: float, share: float = 1.0) -> float:
+    """The a-priori bound nu* <= B / (share * (rho - nominal loss of a strictly feasible model)), for a loss in [0, B].
+
+    `share`: of the examples that the multiplier is about, 1 with one for all; a class or a group has its own limit and
+    nominal loss. `rho` is the limit that training follows: where it is tightened, the tightened one, half of it at the
+    least.
+    """
     require(0.0 < bound < float("inf"), f"the bound B of the loss must be a finite number above 0, got {bound!r}")
+    require(0.0 < share <= 1.0, f"share is a part of the examples in (0, 1], got {share!r}")
     if not nominal < rho:
         raise UsageError(
             f"the model is not strictly feasible: its nominal loss {nominal:.4g} is not below rho {rho:.4g}"
         )
-    return bound / (rho - nominal)
+    return bound / (share * (rho - nominal))

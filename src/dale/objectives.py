@@ -104,8 +104,10 @@ class Objective(Component):
     @property
     def rho(self) -> float | None:
         """The one limit on the nominal loss of all examples, where the row has one: what a report compares with."""
-        limits = (c.limit for c in self.constraints if not c.on_accuracy and isinstance(c.limit, float))
-        return next(limits, None)
+        for constraint in self.constraints:
+            if constraint.by == "all" and constraint.measured == CrossEntropy():
+                return constraint.limit[0] if isinstance(constraint.limit, tuple) else constraint.limit
+        return None
 
     def initial_duals(
         self, num_classes: int | None = None, num_groups: int | None = None, device: torch.device | str = "cpu"

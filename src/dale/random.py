@@ -87,7 +87,7 @@ class Key:
     word: int | Tensor
 
     def fold(self, data: int | str | Tensor) -> Key:
-        """Return the key of a sub-stream: `key.fold("start")`, `key.fold(step)`."""
+        """Return the key of a sub-stream: `key.fold("start")`, `key.fold("step").fold(step)`."""
         if isinstance(data, str):
             data = stream(data)
         # a number next to a tensor stays a number: a copy to the device would stop a captured graph
@@ -106,7 +106,11 @@ class Key:
 
 
 def key(seed: int | Key) -> Key:
-    """Return the root key of a seed (a key passes through)."""
+    """Return the root key of a seed (a key passes through).
+
+    Fold a name into it before a number: seeds and numbers are mixed alike, and of two that are equal nothing is left
+    (`key(s).fold(s)` is one key, whatever s is).
+    """
     return seed if isinstance(seed, Key) else Key(_mix64(_signed(seed)))
 
 

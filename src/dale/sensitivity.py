@@ -48,7 +48,8 @@ def bound_from_model(model: nn.Module, split: Split, rho: float, clip: float, lo
 
     It speaks of the problem in which both losses are clipped at `clip` = B. Any model whose clipped nominal loss lies
     below rho will do, such as one trained without a robust term; the lower its loss, the tighter the bound. Use it as
-    `Constraint(upper=...)`, with the training split.
+    `Constraint(upper=...)`, with the training split, where one limit on all examples is not tightened; `rho / 2` in the
+    place of rho covers all that tightening may do. Per class or group, `dual_bound` takes the share and loss of each.
     """
     return dual_bound(clip, rho, clipped_loss(model, split, clip, loss))
 

@@ -160,6 +160,9 @@ def test_dale_with_nu_zero_and_no_noise_is_pgd_training():
 
 
 def test_dale_with_noise_is_not_pgd():
+    for row in (algorithms.dale_fixed, algorithms.dale):
+        with pytest.raises(UsageError, match=r"noise_scale \(c\) or temperature \(T\), not both"):
+            row(BALL, noise_scale=1e-3, temperature=1.0)
     noisy = algorithms.dale_fixed(BALL, nu=0.0, loss="cross-entropy", noise_scale=1.0)
     quiet = algorithms.dale_fixed(BALL, nu=0.0, loss="cross-entropy", noise_scale=0.0)
     assert not torch.equal(descend(noisy)[0], descend(quiet)[0])

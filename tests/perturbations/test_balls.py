@@ -159,6 +159,21 @@ def test_the_l1_shift_keeps_its_digits():
     np.testing.assert_allclose(project(L1, v, np.full(3, 0.5), 1.2, torch.float32), [0.5, 0.5, 0.2], atol=1e-6)
 
 
+def test_points_so_far_that_differences_alone_count():
+    """Beyond 2^53 epsilons a shift taken off |v| itself would be lost in its digits."""
+    for first, expected in (((1e16, 5e15, 1.0), (0.25, 0.0, 0.0)), ((1e16, 1e16, 1.0), (0.125, 0.125, 0.0))):
+        point = project(L1, np.array(first), np.full(3, 0.5), 0.25)
+        np.testing.assert_allclose(point, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("far", [1e10, 1e20, 1e30])
+@pytest.mark.parametrize("kind", [L2, L1])
+def test_a_coordinate_without_room_does_not_hide_the_others(kind, far, dtype):
+    point = project(kind, np.array([far, 3.0, 4.0]), np.array([1.0, 0.5, 0.5]), 0.25, dtype)
+    np.testing.assert_allclose(point, [0.0, 0.15, 0.2] if kind is L2 else [0.0, 0.0, 0.25], atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", BALLS)
 def test_large_images_in_float32(kind):
     generator = torch.Generator().manual_seed(0)
@@ -195,6 +210,9 @@ def test_l1_moves_the_share_it_was_given():
     expected = torch.zeros(1, 40)
     expected[0, -4:] = torch.tensor([0.25, -0.25, 0.25, -0.25])
     assert torch.equal(direction, expected)
+    few = torch.zeros(1, 40)
+    few[0, 7] = -2.0  # one of the four coordinates has a gradient: a step of unit length goes along it
+    assert torch.equal(L1(epsilon=1.0, active=0.1).steepest(few), few.sign())
     for active in (0.0, 1.5, float("nan")):
         with pytest.raises(UsageError, match="active is a share"):
             L1(epsilon=1.0, active=active)
@@ -241,6 +259,25 @@ def _l1_slice(t: np.ndarray) -> np.ndarray:
     """P(delta_1 <= t) in the unit l1 ball of three dimensions: density 3 (1 - |t|)^2 / 2."""
     tail = (1.0 - np.abs(t)) ** 3 / 2.0
     return np.where(t < 0, tail, 1.0 - tail)
+
+
+@pytest.mark.parametrize("kind", [L2, L1])
+def test_samples_at_the_walls_are_uniform_too(kind):
+    """With pixels at 0 and 1 Delta is an orthant of the ball: absolute values of a uniform draw, none of them zero."""
+    count, epsilon = 20_000, 0.3
+    x = torch.tensor([[0.0, 1.0, 0.5]]).expand(count, 3)
+    ball = kind(epsilon=epsilon)
+    delta = ball.sample(x, random.key(5), torch.arange(count))
+    assert bool(ball.contains(delta, x).all())
+    assert bool((delta[:, 0] > 0).all())
+    assert bool((delta[:, 1] < 0).all())
+    levels = (ball.norm(delta) / epsilon).double() ** 3
+    assert stats.kstest(levels.numpy(), "uniform").pvalue > 1e-3
+    whole = {L2: lambda t: (2 + 3 * t - t**3) / 4, L1: _l1_slice}[kind]
+    for axis, sign in ((0, 1.0), (1, -1.0)):
+        one_side = (sign * delta[:, axis] / epsilon).double().numpy()
+        assert stats.kstest(one_side, lambda t: 2.0 * whole(t) - 1.0).pvalue > 1e-3
+    assert stats.kstest((delta[:, 2] / epsilon).double().numpy(), whole).pvalue > 1e-3
 
 
 def test_linf_samples_are_uniform_on_ball_and_box():

@@ -35,7 +35,7 @@ def test_each_example_has_the_draw_of_one_part_in_proportion_to_the_shares(model
     drawn = Mixture(samplers=parts, shares=(6.0, 3.0, 1.0))(model, batch(count), BALL, CrossEntropy(), key=key)[0]
     alone = [
         part(model, batch(count), BALL, CrossEntropy(), key=own)[0]
-        for part, own in zip(parts, key.each(4), strict=False)
+        for part, own in zip(parts, key.fold("part").each(4), strict=False)
     ]
     taken = torch.stack([(drawn == other).flatten(1).all(dim=1) for other in alone])
     assert bool((taken.sum(dim=0) == 1).all())

@@ -54,8 +54,11 @@ def _objective(*constraints: Constraint) -> Objective:
     return Objective(constraints=constraints)
 
 
-def _validated(means: list[float], errors: list[float], *, robust: float = 0.5) -> Validated:
-    seen = Measure(torch.tensor(means).double(), torch.tensor(errors).double(), torch.ones(len(means)))
+def _validated(
+    means: list[float], errors: list[float], *, robust: float = 0.5, members: list[int] | None = None
+) -> Validated:
+    count = torch.ones(len(means)) if members is None else torch.tensor(members)
+    seen = Measure(torch.tensor(means).double(), torch.tensor(errors).double(), count)
     return Validated(0.9, 0.1, robust, (seen,), (seen,))
 
 
@@ -69,8 +72,16 @@ def test_a_candidate_is_feasible_within_its_standard_error() -> None:
 
 def test_the_worst_group_decides_and_absent_groups_do_not() -> None:
     objective = _objective(loss_limit((0.1, 0.2, 0.1), by="class"))
-    seen = _validated([0.05, 0.5, math.nan], [0.0, 0.1, math.nan])
+    seen = _validated([0.05, 0.5, math.nan], [0.0, 0.1, math.nan], members=[3, 2, 0])
     assert seen.candidate(1, objective).violation == pytest.approx(0.2, abs=1e-7)
+
+
+def test_a_measure_that_is_no_number_is_the_largest_violation() -> None:
+    """Of a group that has examples: a diverged loss must not pass for a promise that is kept."""
+    objective = _objective(loss_limit((0.1, 0.2), by="class"))
+    broken = _validated([0.05, math.nan], [0.0, math.nan], members=[3, 2]).candidate(1, objective)
+    assert broken.violation == math.inf
+    assert not broken.feasible
 
 
 def test_the_score_is_robust_accuracy_or_clean_where_the_row_is_not_robust() -> None:

@@ -70,8 +70,6 @@ def dale(
     With KL as loss and `start="away"` the sampler's chains leave the image on the side where the label gets less likely
     (`dale.samplers.Chain`).
     """
-    if noise_scale is None and temperature is None:
-        noise_scale = 1e-4
     return Objective(
         name="dale",
         perturbations=perturbations,
@@ -107,8 +105,6 @@ def dale_fixed(
     batchnorm: BatchNorm = "joint",
 ) -> Objective:
     """DALE without the dual update: the multiplier stays at nu (the paper's Table 2)."""
-    if noise_scale is None and temperature is None:
-        noise_scale = 1e-4
     return Objective(
         name="dale-fixed",
         perturbations=perturbations,
@@ -146,10 +142,10 @@ def dale_optimal(
 ) -> Objective:
     """DALE with K perturbations per example weighted by the closed form of lambda* (Proposition 3.2).
 
-    The candidates are the last K states of dale's chain, on which the weights are a heuristic, or K uniform draws, for
-    which they are exact in the limit: on images, where no uniform draw comes near the worst case, that is augmentation
-    by noise and withstands no attack. Give gamma (smoothness) or norm_budget (E_uniform[lambda^2], between 1 and K;
-    default K / 2).
+    The candidates are the last K states of dale's chain, on which the weights are a heuristic, or K uniform draws (as
+    uniform as the set's own), for which they are exact in the limit: on images, where no uniform draw comes near the
+    worst case, that is augmentation by noise and withstands no attack. Give gamma (smoothness) or norm_budget
+    (E_uniform[lambda^2], between 1 and K; default K / 2).
     """
     if candidates not in ("chain", "uniform"):
         raise unknown("candidates", candidates, ("chain", "uniform"))

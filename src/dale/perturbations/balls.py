@@ -69,8 +69,16 @@ class _Ball(PerturbationSet):
     def norm(self, delta: Tensor) -> Tensor:
         """The norm of each example's delta, as (B,)."""
 
+    def _folded(self, delta: Tensor, x: Tensor) -> Tensor:
+        """Turn what leaves the image box back at its walls: no coordinate grows, and none comes to lie on a wall.
+
+        At a wall the ball is symmetric, so that a uniform draw stays uniform; projected, it would be on the wall.
+        """
+        inside, _ = fold_into(-x, 1.0 - x, delta, delta)
+        return self.project(inside, x)  # which takes off what rounding left over
+
     def contains(self, delta: Tensor, x: Tensor, tolerance: float = 1e-6) -> Tensor:
-        """Tell whether ||delta|| <= epsilon and x + delta in [0, 1], up to a tolerance (relative to epsilon)."""
+        """Tell whether ||delta|| <= epsilon and x + delta in [0, 1], up to a tolerance (of an epsilon over 1)."""
         moved = (x + delta).flatten(1)
         in_box = ((moved >= -tolerance) & (moved <= 1.0 + tolerance)).all(dim=1)
         return in_box & (self.norm(delta) <= self.epsilon + tolerance * max(1.0, self.epsilon))
@@ -109,7 +117,8 @@ class Linf(_Ball):
 class L2(_Ball):
     """The l2 ball.
 
-    `sample` is uniform on the ball, then projected onto the image box: uniform on Delta away from the box's walls.
+    `sample` is uniform on the ball, folded at the walls of the image box: uniform on Delta where each pixel stands at a
+    wall or farther than epsilon from it, and nearly so elsewhere.
     """
 
     def norm(self, delta: Tensor) -> Tensor:
@@ -117,12 +126,12 @@ class L2(_Ball):
         return _length(_flat(delta)).squeeze(1)
 
     def sample(self, x: Tensor, key: Key, index: Tensor) -> Tensor:
-        """Draw a Gaussian direction and a radius epsilon * u^(1/n), uniform on the ball; then project."""
+        """Draw a Gaussian direction and a radius epsilon * u^(1/n), uniform on the ball; then fold."""
         direction = random.normal(key, index, x.shape[1:]).to(x)
         size = x[0].numel()
         radius = self.epsilon * random.uniform(key.fold("radius"), index).to(x) ** (1.0 / size)
         scale = radius / self.norm(direction).to(x)
-        return self.project(direction * _column(scale, x), x)
+        return self._folded(direction * _column(scale, x), x)
 
     def steepest(self, gradient: Tensor) -> Tensor:
         """The gradient over its l2 norm."""
@@ -136,8 +145,10 @@ class L2(_Ball):
         """Solve sum_i clip(s v_i, lo_i, hi_i)^2 = eps^2 for s by sorted breakpoints."""
         v = _flat(delta)
         length, room = v.abs(), _room(v, _flat(x))
-        # only the direction of v matters from here on; with a largest entry of 1 no square overflows
-        size = length / length.amax(dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
+        # only the direction of v matters from here on, where there is room; with a largest entry of 1 no square
+        # overflows, and none underflows that counts
+        largest = torch.where(room > 0, length, 0.0).amax(dim=1, keepdim=True)
+        size = (length / largest.clamp_min(torch.finfo(v.dtype).tiny)).clamp_max(1.0)
         # coordinate i moves as s * size_i until s = room_i / size_i, and stays at room_i from there on
         reach = torch.where(size > 0, room / size.clamp_min(torch.finfo(v.dtype).tiny), torch.inf)
         reach, order = reach.sort(dim=1)
@@ -164,7 +175,8 @@ class L2(_Ball):
 class L1(_Ball):
     """The l1 ball, whose steepest direction moves the `active` share of coordinates with the largest gradient.
 
-    `sample` is uniform on the ball, then projected onto the image box: uniform on Delta away from the box's walls.
+    `sample` is uniform on the ball, folded at the walls of the image box: uniform on Delta where each pixel stands at a
+    wall or farther than epsilon from it, and nearly so elsewhere.
     """
 
     active: float = 0.05
@@ -179,24 +191,30 @@ class L1(_Ball):
         return _flat(delta).abs().sum(dim=1)
 
     def sample(self, x: Tensor, key: Key, index: Tensor) -> Tensor:
-        """Draw Laplace coordinates over their sum plus one more exponential: uniform on the ball; then project."""
+        """Draw Laplace coordinates over their sum plus one more exponential: uniform on the ball; then fold."""
         noise = random.laplace(key, index, x.shape[1:]).to(x)
         slack = -torch.log(random.uniform(key.fold("slack"), index)).to(x)
-        return self.project(noise * _column(self.epsilon / (self.norm(noise).to(x) + slack), x), x)
+        return self._folded(noise * _column(self.epsilon / (self.norm(noise).to(x) + slack), x), x)
 
     def steepest(self, gradient: Tensor) -> Tensor:
         """The signs of the largest coordinates, over their number."""
         flat = _flat(gradient)
         count = max(1, round(self.active * flat.shape[1]))
         top = flat.abs().topk(count, dim=1).indices
-        direction = torch.zeros_like(flat).scatter(1, top, flat.gather(1, top).sign() / count)
+        signs = flat.gather(1, top).sign()
+        share = signs.abs().sum(dim=1, keepdim=True).clamp_min(1.0)  # of those with a gradient
+        direction = torch.zeros_like(flat).scatter(1, top, signs / share)
         return direction.view_as(gradient).to(gradient.dtype)
 
     def project(self, delta: Tensor, x: Tensor) -> Tensor:
         """Solve sum_i clip(|v_i| - m, 0, b_i) = eps for m by sorted breakpoints."""
         # m is as large as |v|, and its digits below eps decide: float32 has none left after a long step
         v = _flat(delta).double()
-        size, room = v.abs(), _room(v, _flat(x).double())
+        room = _room(v, _flat(x).double())
+        clipped = torch.minimum(v.abs(), room)
+        outside = clipped.sum(dim=1, keepdim=True) > self.epsilon
+        # only differences of |v| matter for a point outside: from the largest down, no digits are lost far away
+        size = v.abs() - torch.where(room > 0, v.abs(), 0.0).amax(dim=1, keepdim=True)
         # going down from m = infinity, coordinate i starts to grow at m = size_i and stops at m = size_i - room_i
         points = torch.cat([size, size - room], dim=1)
         slopes = torch.cat([torch.ones_like(size), -torch.ones_like(size)], dim=1)
@@ -207,9 +225,7 @@ class L1(_Ball):
         segment = (total < self.epsilon).sum(dim=1, keepdim=True).clamp_max(points.shape[1] - 1)
         before = torch.where(segment > 0, total.gather(1, (segment - 1).clamp_min(0)), torch.zeros_like(total[:, :1]))
         rest = (self.epsilon - before) / slope.gather(1, segment).clamp_min(1.0)
-        shift = (points.gather(1, segment) - rest).clamp_min(0.0)
-        clipped = torch.minimum(size, room)
-        outside = clipped.sum(dim=1, keepdim=True) > self.epsilon
+        shift = points.gather(1, segment) - rest
         result = torch.where(outside, torch.minimum((size - shift).clamp_min(0.0), room), clipped)
         norm = result.sum(dim=1, keepdim=True)
         result = result * (self.epsilon / norm.clamp_min(torch.finfo(v.dtype).tiny)).clamp_max(1.0)

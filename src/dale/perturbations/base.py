@@ -36,7 +36,7 @@ class PerturbationSet(Component, ABC):
 
     @abstractmethod
     def sample(self, x: Tensor, key: Key, index: Tensor) -> Tensor:
-        """Draw one delta per example, uniformly from Delta."""
+        """Draw one delta per example, uniformly from Delta, or as nearly so as the set says."""
 
     @abstractmethod
     def project(self, delta: Tensor, x: Tensor) -> Tensor:

@@ -258,12 +258,15 @@ def pgd(steps: int = 10, step_size: float | None = None, start: Start = "uniform
 def langevin(
     steps: int = 10,
     step_size: float | None = None,
-    noise_scale: float | None = 1e-4,
+    noise_scale: float | None = None,
     temperature: float | None = None,
     start: Start = "gaussian",
 ) -> Chain:
-    """The paper's sampler: sign drift with Laplace noise inside, climbing the log of the loss from a small start."""
-    if temperature is not None:
-        noise_scale = None
+    """The paper's sampler: sign drift with Laplace noise inside, climbing the log of the loss from a small start.
+
+    The noise is the paper's, of scale 1e-4, unless its scale or its temperature is given.
+    """
+    if noise_scale is None and temperature is None:
+        noise_scale = 1e-4
     kernel = Langevin(step_size=step_size, noise_scale=noise_scale, temperature=temperature)
     return Chain(kernel=kernel, steps=steps, start=start)

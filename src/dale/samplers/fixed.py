@@ -20,7 +20,7 @@ from dale.samplers.base import Problem, Sampler
 
 @dataclass(frozen=True, kw_only=True)
 class UniformNoise(Sampler):
-    """delta uniform on Delta."""
+    """delta uniform on Delta, as the set draws it."""
 
     num_samples: int = 1
 

@@ -13,6 +13,8 @@ from dale.errors import require, require_positive
 from dale.random import Key
 from dale.samplers.base import Problem, Sampler
 
+_PART = random.stream("part")  # as a number: a compiler knows no hashes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture(Sampler):
@@ -67,7 +69,7 @@ class Mixture(Sampler):
 
     def draw(self, problem: Problem, key: Key) -> Tensor:
         """Let every part draw, and choose for each example."""
-        keys: list[Key] = problem.compiler(Key.each)(key, len(self.samplers) + 1)
+        keys: list[Key] = problem.compiler(_parts)(key, len(self.samplers) + 1)
         drawn = []
         for sampler, part in zip(self.samplers, keys, strict=False):
             own = Problem(
@@ -85,3 +87,8 @@ class Mixture(Sampler):
         for delta, bound in reversed(list(zip(drawn[:-1], accumulate(shares), strict=False))):
             chosen = torch.where((place < bound).view(1, -1, *[1] * (delta.dim() - 2)), delta, chosen)
         return chosen
+
+
+def _parts(key: Key, count: int) -> list[Key]:
+    """A key for each part; a name goes first, for the key may be that of a seed."""
+    return key.fold(_PART).each(count)

@@ -66,6 +66,12 @@ class Measure:
     members: Tensor
 
 
+def _violation(constraint: Constraint, found: Measure) -> float:
+    """The largest of any group, less its standard error; a measure that is no number is the largest there is."""
+    excess = (found.mean - constraint.limits(len(found.mean)) - found.error).nan_to_num(math.inf)
+    return float(torch.where(found.members > 0, excess, -math.inf).max())
+
+
 @dataclass(frozen=True)
 class Validated:
     """What one validation found. `robust` is NaN where there is no perturbation set."""
@@ -78,10 +84,7 @@ class Validated:
 
     def candidate(self, epoch: int, objective: Objective) -> Candidate:
         """Turn it into a candidate for selection."""
-        excess = [
-            float((m.mean - c.limits(len(m.mean)) - m.error).nan_to_num(-math.inf).max())
-            for c, m in zip(objective.constraints, self.measures, strict=True)
-        ]
+        excess = [_violation(c, m) for c, m in zip(objective.constraints, self.measures, strict=True)]
         score = self.robust if objective.robust and math.isfinite(self.robust) else self.clean
         return Candidate(epoch, score, max(excess, default=0.0))
 
