@@ -132,6 +132,13 @@ def test_words_that_begin_like_numbers_stay_words(word):
     assert read(f"word: {word}").word == word
 
 
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.int64(3), np.int32(3)])
+def test_numbers_of_any_width_are_written(number):
+    plain = to_plain({"x": number})["x"]
+    assert plain == number
+    assert type(plain) in (int, float)
+
+
 def test_numpy_numbers_are_written_as_numbers():
     assert read(dump_yaml(Linf(epsilon=np.float64(0.1))), PerturbationSet) == Linf(epsilon=0.1)
 

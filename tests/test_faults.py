@@ -34,7 +34,8 @@ def train(folder: Path, size: int, *arguments: str, **options: object) -> Group:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    return sorted(run.glob("checkpoints/step-*.safetensors"))
+    """Those of training; that of step 0 is the start."""
+    return sorted(p for p in run.glob("checkpoints/step-*.safetensors") if p.stem != "step-000000000")
 
 
 def same_weights(one: Path, other: Path, tolerance: float) -> bool:
@@ -91,7 +92,7 @@ DYING = """
 import os, signal, threading, time, pathlib
 if os.environ.get("RANK") == os.environ.get("VICTIM") and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
     def die():
-        while not list(pathlib.Path("run").glob("checkpoints/step-*")): time.sleep(0.001)
+        while not list(pathlib.Path("run").glob("checkpoints/step-*[1-9]*")): time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=die, daemon=True).start()
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import numbers
 import re
 import sys
 import types
@@ -126,6 +127,14 @@ def _untrusted(name: object, where: str) -> UsageError:
     )
 
 
+def require_component(owner: object, base: type, **values: object) -> None:
+    """Check that each given value is a component of a kind (None passes)."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, base):
+            kinds = ", ".join(sorted(known(base)))
+            raise UsageError(f"{type(owner).__name__}: {name} must be of kind {base.__name__} ({kinds}), got {value!r}")
+
+
 def find(base: type[T], name: str, *, trust: bool = True, where: str = "the file") -> type[T] | Callable[..., Any]:
     """Return the component class that `name` means: a class name in any spelling, or an import path."""
     if is_import_path(name):
@@ -152,9 +161,13 @@ def to_plain(value: Any) -> Any:
         return [to_plain(item) for item in value]
     if value is None or isinstance(value, bool):
         return value
-    for scalar in (int, float, str):
-        if isinstance(value, scalar):
-            return scalar(value)  # a subclass, such as numpy's float64, has no YAML form of its own
+    # numpy's numbers and subclasses have no YAML form of their own
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, str):
+        return str(value)
     if isinstance(value, Path):
         return str(value)
     if callable(value):

@@ -68,6 +68,13 @@ def require_non_negative(owner: object, **values: float | None) -> None:
             raise UsageError(f"{type(owner).__name__}: {name} must be a finite number of at least 0, got {value!r}")
 
 
+def require_whole(owner: object, **values: object) -> None:
+    """Check that each given value is a whole number."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UsageError(f"{type(owner).__name__}: {name} must be a whole number, got {value!r}")
+
+
 def require_choice(owner: object, choices: Iterable[str], **values: str) -> None:
     """Check that each given value is one of `choices`."""
     allowed = tuple(choices)

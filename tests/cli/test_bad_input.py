@@ -271,11 +271,11 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_full_disk_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """No file may grow beyond 100 kB: writes fail for real, as on a full disk, at the first weights."""
+    """No file may grow beyond 100 kB: writes fail for real, as on a full disk, at the first checkpoint."""
     command = [sys.executable, "-c", LIMITED, "train", *TINY, "--out", "run", "--quiet"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     result = Result(ended.returncode, ended.stdout, ended.stderr)
-    _check(result, FAILURE, "cannot write run/checkpoints/candidate-00001.safetensors: File too large")
+    _check(result, FAILURE, "cannot write run/checkpoints/step-000000000.safetensors: File too large")
     left = {p.name for p in (tmp_path / "run").rglob("*") if p.is_file()} - {".lock"}
     assert {name for name in left if not name.startswith("events")} == {
         "config.yaml",

@@ -37,6 +37,12 @@ def test_npz_layouts(tmp_path: Path, images: np.ndarray, shape: tuple[int, int, 
         assert torch.equal(part.labels, part.index % 4)
 
 
+def test_class_names_as_bytes(tmp_path: Path) -> None:
+    names = np.array([b"cat", "d\u00f6g".encode(), b"c", b"d"])
+    np.savez(tmp_path / "mine.npz", images=_BYTES, labels=_LABELS, class_names=names)
+    assert load_dataset(tmp_path / "mine.npz").class_names == ("cat", "d\u00f6g", "c", "d")
+
+
 def test_npz_with_a_test_set_groups_and_names(tmp_path: Path) -> None:
     np.savez(
         tmp_path / "mine.npz",

@@ -108,6 +108,9 @@ def test_what_is_wrong_is_one_line(plain, line):
         {"base": {"augmentation": [{"type": "RandomFlip", "x": {"os:system": 1}}]}},
         {"include": [{"loss": "os:system"}]},
         {"base": {"optimiser": "{type: os:system}"}},
+        {"base": {"set": '{type: "os\\x3asystem", epsilon: 0.1}'}},  # what YAML makes of it a second time
+        {"base": {"option": ['loss="os\\x3asystem"']}},
+        {"base": {"algorithm": "os:é"}},  # a name as good as any to Python
     ],
 )
 def test_code_in_a_file_is_refused_unless_trusted(plain):

@@ -13,7 +13,7 @@ import dale
 from dale.errors import UsageError
 from dale.files import read_tensors
 from dale.training import SGD, Constant, Validation
-from dale.training.averaging import AveragedModel, Averaging, has_batchnorm, reestimate_batchnorm
+from dale.training.averaging import AveragedModel, Averaging, live_batchnorm, reestimate_batchnorm
 
 
 def test_the_average_against_a_loop_by_hand() -> None:
@@ -68,6 +68,28 @@ class _Normed(nn.Module):
         return self.head(hidden.mean(dim=(2, 3)))
 
 
+class _Frozen(_Normed):
+    """Its second layer of BatchNorm stays as it is, whatever mode the model is in: a usual way to fine-tune."""
+
+    def train(self, mode: bool = True) -> _Frozen:
+        super().train(mode)
+        self.norm2.eval()
+        return self
+
+
+def test_statistics_that_training_leaves_alone_stay() -> None:
+    torch.manual_seed(0)
+    model = _Frozen().train()
+    model.norm2.running_mean.fill_(0.5)
+    model.norm2.running_var.fill_(0.02)
+    before = {name: value.clone() for name, value in model.norm2.state_dict().items()}
+    assert live_batchnorm(model) == [model.norm1]
+    assert [m.training for m in (model, model.norm1, model.norm2)] == [True, True, False]
+    reestimate_batchnorm(model, [lambda m: m(torch.rand(6, 1, 6, 6))])
+    assert all(torch.equal(value, before[name]) for name, value in model.norm2.state_dict().items())
+    assert model.norm1.num_batches_tracked == 1
+
+
 def test_reestimated_statistics_equal_those_computed_by_hand() -> None:
     torch.manual_seed(0)
     model = _Normed().double()
@@ -102,8 +124,10 @@ def test_momentum_and_mode_are_put_back_when_a_batch_fails() -> None:
 
 
 def test_who_has_batchnorm() -> None:
-    assert has_batchnorm(_Normed())
-    assert not has_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)))
+    model = _Normed().eval()
+    assert live_batchnorm(model) == [model.norm1, model.norm2]
+    assert not any(module.training for module in model.modules())
+    assert not live_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)))
 
 
 @pytest.mark.parametrize("row", ["erm", "dale"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -97,6 +99,29 @@ def test_options_made_in_python_are_those_of_a_file() -> None:
     assert isinstance(made.objective, Algorithm)
     assert made.objective.options == {"rho": 0.25, "step_size": [1, 2], "robust_loss": to_plain(dale.losses.KL())}
     assert RunConfig.from_yaml(made.to_yaml()) == made
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 2.5}, "epochs must be a whole number, got 2.5"),
+        ({"batch_size": 16.0}, "batch_size must be a whole number, got 16.0"),
+        ({"batch_size": True}, "batch_size must be a whole number, got True"),
+        ({"accumulate": 2.0}, "accumulate must be a whole number"),
+        ({"seed": "3"}, "seed must be a whole number, got '3'"),
+        ({"averaging": 0.9}, r"averaging must be of kind Averaging \(Averaging\), got 0.9"),
+        ({"schedule": "cosine"}, r"schedule must be of kind Schedule \(Constant, Cosine, .*\), got 'cosine'"),
+        ({"optimiser": None}, "optimiser must be of kind Optimiser, got None"),
+        ({"augmentation": ["RandomFlip"]}, r"augmentation\[0\] must be of kind Augmentation \(.*RandomFlip.*\)"),
+    ],
+)
+def test_what_training_is_given_must_be_what_a_file_could_hold(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Training(**options)
+
+
+def test_augmentations_may_come_as_a_list() -> None:
+    assert Training(augmentation=[RandomCrop()]) == Training(augmentation=(RandomCrop(),))  # type: ignore[arg-type]
 
 
 def test_paths_may_look_like_code() -> None:

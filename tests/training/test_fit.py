@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import random
 import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -22,11 +24,11 @@ from torch import nn
 
 import dale
 from dale import environment
-from dale.data import Loader, RandomCrop, Split, split_dataset
+from dale.data import Loader, RandomCrop
 from dale.errors import CheckpointError, DataError, UsageError
 from dale.files import read_tensors
 from dale.training import SGD, Averaging, Constant, Piecewise, RunFolder, Validation
-from dale.training.fit import _empty, _homeless
+from dale.training.loop import InterruptedTrainingError
 from dale.training.steps import PlainStep
 
 QUICK: dict[str, Any] = {
@@ -135,15 +137,6 @@ def test_batches_go_through_the_compiler_of_the_step(
         assert torch.equal(ours, theirs)
 
 
-def test_classes_without_an_example_are_said() -> None:
-    labels = torch.tensor([0, 2, 7] * 20)
-    images = torch.zeros(60, 1, 8, 8, dtype=torch.uint8)
-    gaps = split_dataset("gaps", Split.of(images, labels, 8), validation_size=10, certification_size=1, test_size=10)
-    (line,) = _empty(gaps)
-    assert line == "5 of 8 classes have no training example: 1, 3, 4, 5, 6; labels count from 0"
-    assert _empty(dale.load_dataset("digits")) == []
-
-
 def test_without_an_average_the_raw_weights_are_shipped(data: dale.Dataset, tmp_path: Path) -> None:
     run = dale.fit(_linear(), _row(), data, out=tmp_path / "run", averaging=None, **QUICK)
     tensors, facts = read_tensors(run.folder.newest)  # type: ignore[arg-type]
@@ -193,16 +186,6 @@ def test_groups_of_an_objective_reach_the_fit(data: dale.Dataset, tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_that_only_the_program_knows_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Net(nn.Sequential):
-        pass
-
-    assert _homeless(Net()) == []
-    monkeypatch.setattr(Net, "__module__", "__main__")
-    (line,) = _homeless(Net())
-    assert line.startswith("Net is defined in the program itself")
-
-
 def test_bfloat16_that_the_processor_kills_is_refused_before_anything_is_written(
     data: dale.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +223,77 @@ def test_unknown_options_are_named(data: dale.Dataset, tmp_path: Path) -> None:
         dale.fit(_linear(), _row(), data, out=tmp_path / "run", epoch=3)
     with pytest.raises(UsageError, match="batch_size must be at least 1"):
         dale.fit(_linear(), _row(), data, out=tmp_path / "run", batch_size=0)
+
+
+def test_a_run_that_dies_before_its_first_epoch_ends_goes_on_from_its_own_weights(
+    data: dale.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that nothing records, of a program that made or loaded them: the checkpoint of no step has them."""
+    options = QUICK | {"device": "cpu"}
+    whole = dale.fit(_linear(), _row(), data, out=tmp_path / "whole", **options)
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainStep, "__call__", die)
+        with pytest.raises(KeyboardInterrupt):
+            dale.fit(_linear(), _row(), data, out=tmp_path / "run", **options)
+    other = _linear()
+    torch.nn.init.ones_(other[1].weight)
+    again = dale.fit(other, _row(), data, out=tmp_path / "run", resume=True, **options)
+    for ours, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_a_model_started_from_is_in_the_configuration(data: dale.Dataset, tmp_path: Path) -> None:
+    start = tmp_path / "start.safetensors"
+    dale.models.save_weights(dale.create_model("convnet", data, seed=3), start)
+    model = dale.create_model("convnet", data, init=start)
+    run = dale.fit(model, _row(), data, out=tmp_path / "run", **(QUICK | {"epochs": 1}))
+    assert dale.load_run(run.path).config.model.init == str(start)
+
+
+def test_the_seconds_of_an_epoch_are_those_of_all_its_parts(
+    data: dale.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, done = PlainStep.__call__, [0]
+
+    def slow(self: PlainStep, *arguments: Any) -> None:
+        time.sleep(0.2)
+        step(self, *arguments)
+        done[0] += 1
+        if done[0] == 2:  # of three in the first epoch
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(PlainStep, "__call__", slow)
+    with pytest.raises(InterruptedTrainingError):
+        dale.fit(_linear(), _row(), data, out=tmp_path / "run", **QUICK)
+    run = dale.fit(_linear(), _row(), data, out=tmp_path / "run", resume=True, **QUICK)
+    assert done == [6]
+    assert [record["seconds"]["train"] >= 0.6 for record in run.metrics()] == [True, True]
+    assert run.summary["seconds"] >= 1.2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 1}, r"one example at a time; .*: ValueError: Expected more than 1 value per channel"),
+        ({"batch_size": 4, "accumulate": 4}, "raise batch_size or lower accumulate"),
+        ({"batch_size": 5, "accumulate": 3}, "raise batch_size or lower accumulate"),
+    ],
+)
+def test_steps_on_one_example_are_refused_where_batchnorm_cannot_take_them(
+    options: dict[str, int], message: str, data: dale.Dataset, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 10))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UsageError, match=message):
+        dale.fit(model, dale.algorithms.erm(), data, out=tmp_path / "run", device="cpu", **(QUICK | options))
+    assert not (tmp_path / "run").exists()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    # clean and perturbed images in one batch are two
+    dale.fit(model, _row(), data, out=tmp_path / "run", device="cpu", **(QUICK | options | {"epochs": 1}))
 
 
 def test_a_run_is_not_continued_under_another_configuration(data: dale.Dataset, tmp_path: Path) -> None:

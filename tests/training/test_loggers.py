@@ -55,6 +55,15 @@ def test_scalars_are_grouped_and_finite():
     assert scalars({"epoch": 1}) == {}
 
 
+def test_constraints_of_one_kind_have_names_of_their_own():
+    record = {"constraints": [{"name": n, "multiplier": [float(i)]} for i, n in enumerate(["loss", "error", "loss"])]}
+    assert scalars(record) == {
+        "constraint/loss.0/multiplier": 0.0,
+        "constraint/error/multiplier": 1.0,
+        "constraint/loss.2/multiplier": 2.0,
+    }
+
+
 def test_settings_become_one_level():
     assert flat(CONFIG) == {
         "type": "RunConfig",

@@ -56,7 +56,8 @@ def read_user_npz(path: Path) -> Parts:
 def _names(array: NDArray[Any], path: Path) -> tuple[str, ...]:
     """Class names as text; NumPy's text may hold numbers that are no characters."""
     try:
-        return tuple(str(name) for name in array.reshape(-1))
+        text = np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
+        return tuple(str(name) for name in text.reshape(-1))
     except (SystemError, ValueError) as error:
         raise DataError(f"{path}: class_names hold what is not text") from error
 

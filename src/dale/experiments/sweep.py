@@ -11,17 +11,18 @@ import is refused unless the caller trusts it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dale.components import parse_yaml
+from dale.components import parse_yaml, refuse_code
 from dale.errors import UsageError, unknown
 from dale.files import read_text
 
@@ -30,7 +31,6 @@ PARTS = ("base", "grid", "include", "exclude")
 OURS = frozenset({"out", "resume", "quiet", "trust", "help"})  # options that the sweep itself gives to a run
 CLOSING = ("attacks", "examples", "no_evaluate", "no_report", "compare", "device", "fast", "log", "data_dir")
 _PATHS = frozenset({"dataset", "init", "config", "data_dir"})  # options whose text is a path, and never code
-_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]")  # package.module:Name, anywhere in a text
 _SLUG = 80
 
 
@@ -141,21 +141,25 @@ def _options(plain: Any, where: str, kinds: TrainOptions, trust: bool) -> dict[s
         if name not in kinds.known:
             raise unknown(f"option in {where}", str(key), kinds.known)
         if not trust and name not in _PATHS:
-            _refuse_code(value, f"{where}: {key}")
+            for text in _readings(value):
+                refuse_code(text, f"{where}: {key}")
         options[name] = value
     return options
 
 
-def _refuse_code(value: Any, where: str) -> None:
+def _readings(value: Any) -> Iterator[Any]:
+    """A value, and what `dale train` will read in its texts: YAML, alone or behind the name of an option."""
+    yield value
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            _refuse_code(key, where)
-            _refuse_code(item, where)
+        for item in (*value, *value.values()):
+            yield from _readings(item)
     elif isinstance(value, list):
         for item in value:
-            _refuse_code(item, where)
-    elif isinstance(value, str) and _CODE.search(value):
-        raise UsageError(f"{where} names code to import, {value!r:.80}; pass --trust if you trust where it came from")
+            yield from _readings(item)
+    elif isinstance(value, str):
+        for text in (value, value.partition("=")[2]):
+            with contextlib.suppress(UsageError):  # what cannot be read names nothing, and is refused as it is built
+                yield parse_yaml(text, "option")
 
 
 def _slug(varied: Mapping[str, Any]) -> str:

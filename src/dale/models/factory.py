@@ -111,8 +111,9 @@ def create_model(
         entry.load_into(model)
     elif init is not None:
         load_weights(model, init)
-    # remembered so that a run folder can say which model it holds
+    # remembered so that a run folder can say which model it holds, and what it started from
     model.dale_name, model.dale_activation = name, activation  # type: ignore[assignment]
+    model.dale_init = None if init is None else str(init)  # type: ignore[assignment]
     return model
 
 

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dale.compiling import Compiler, as_it_is
 from dale.components import Component
 from dale.errors import require
+from dale.modes import sampling_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +71,14 @@ def _move(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
     torch._foreach_add_(averages, steps)
 
 
-def has_batchnorm(model: nn.Module) -> bool:
-    """Tell whether a model keeps running statistics that an average of weights would invalidate."""
-    return any(isinstance(m, _BatchNorm) and m.track_running_stats for m in model.modules())
+def live_batchnorm(model: nn.Module) -> list[_BatchNorm]:
+    """The layers whose running statistics an average of the weights would invalidate: those that training moves.
+
+    A layer that the model keeps in eval mode while it trains (frozen, in a `train` of its own) is trained with the
+    statistics it has, which stay.
+    """
+    with sampling_mode(model, "train"):
+        return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.training]
 
 
 @torch.no_grad()
@@ -81,7 +87,7 @@ def reestimate_batchnorm(model: nn.Module, batches: Iterable[Callable[[nn.Module
 
     Dropout stays off: only BatchNorm is in train mode meanwhile. The model is left in eval mode.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    norms = live_batchnorm(model)
     momenta = [norm.momentum for norm in norms]
     model.eval()
     for norm in norms:

@@ -9,9 +9,18 @@ from typing import Any, Literal
 import torch
 
 from dale import algorithms
-from dale.components import Component, dump_yaml, from_plain, may_name_code, parse_yaml, refuse_code, to_plain
+from dale.components import (
+    Component,
+    dump_yaml,
+    from_plain,
+    may_name_code,
+    parse_yaml,
+    refuse_code,
+    require_component,
+    to_plain,
+)
 from dale.data import Augmentation, Dataset, load_dataset
-from dale.errors import UsageError, require, require_choice
+from dale.errors import UsageError, require, require_choice, require_whole
 from dale.objectives import Objective
 from dale.perturbations import PerturbationSet
 from dale.training.averaging import Averaging
@@ -106,6 +115,15 @@ class Training(Component):
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
+        require_whole(self, epochs=self.epochs, batch_size=self.batch_size, accumulate=self.accumulate, seed=self.seed)
+        for name, kind in (("optimiser", Optimiser), ("schedule", Schedule), ("validation", Validation)):
+            require(getattr(self, name) is not None, f"Training: {name} must be of kind {kind.__name__}, got None")
+            require_component(self, kind, **{name: getattr(self, name)})
+        require_component(self, Averaging, averaging=self.averaging)
+        require_component(self, WeightPerturbation, weight_perturbation=self.weight_perturbation)
+        object.__setattr__(self, "augmentation", tuple(self.augmentation))
+        for number, augmentation in enumerate(self.augmentation):
+            require_component(self, Augmentation, **{f"augmentation[{number}]": augmentation})
         require(self.epochs >= 1, f"Training: epochs must be at least 1, got {self.epochs!r}")
         require(self.batch_size >= 1, f"Training: batch_size must be at least 1, got {self.batch_size!r}")
         require(

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dale.components import import_path, to_plain
 from dale.data import Dataset, Loader
 from dale.environment import kept_memory, no_denormals, require_bfloat16
-from dale.errors import CheckpointError, UsageError, require, told_of, unknown
+from dale.errors import CheckpointError, UsageError, require, unknown
 from dale.files import finite, write_json
-from dale.models.weights import stored_tensors
 from dale.objectives import Objective
 from dale.training import distributed
 from dale.training.averaging import AveragedModel
 from dale.training.certification import fingerprints, require_same_splits
+from dale.training.checks import check, check_single, empty, homeless
 from dale.training.config import DataConfig, ModelConfig, RunConfig, Training
 from dale.training.diagnosis import stuck
 from dale.training.fast import CapturedStep, Fast, make_step
@@ -64,7 +64,7 @@ def fit(
         raise unknown("fast", fast, get_args(Fast))
     config = _config(model, objective, data, config, training)
     settings = config.training
-    _check(model, objective, data)
+    check(model, objective, data)
     objective.initial_duals(data.num_classes, data.num_groups)  # both refuse what does not fit, before a folder is made
     settings.optimiser.build(model)
     with distributed.connected(device) as place, ExitStack() as stack:
@@ -76,6 +76,8 @@ def fit(
             f"accumulate must lie between 1 and {share}, the part of a batch of {settings.batch_size} that each of "
             f"{distributed.world_size()} processes has, got {settings.accumulate}",
         )
+        if share // settings.accumulate == 1:
+            check_single(model, objective, data)
         folder = RunFolder(distributed.told(str(out if out is not None else free_folder(data.name, objective.name))))
         resume = distributed.told("resume" if resume else "") != ""
 
@@ -114,7 +116,7 @@ def fit(
         try:
             board.start(to_plain(config))
             with Progress(total, done, progress and distributed.is_main()) as bar:
-                warnings = (*(notes or ()), *_homeless(model), *_empty(data))
+                warnings = (*(notes or ()), *homeless(model), *empty(data))
                 for note in (*(f"warning: {note}" for note in warnings), line):
                     bar.say(note)
                 step.say = bar.say
@@ -141,23 +143,6 @@ def _enter(
     if not resume:
         folder.create(config)
     folder.write_environment(objective, splits)
-
-
-def _homeless(model: nn.Module) -> list[str]:
-    """What to say of a model whose class only this program knows."""
-    if type(model).__module__ != "__main__":
-        return []
-    name = type(model).__name__
-    return [f"{name} is defined in the program itself: to load or resume this run elsewhere, move it to a module"]
-
-
-def _empty(data: Dataset) -> list[str]:
-    """What to say of classes that no training example has: labels with gaps make such."""
-    missing = (torch.bincount(data.train.labels.cpu(), minlength=data.num_classes) == 0).nonzero().flatten().tolist()
-    if not missing:
-        return []
-    shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
-    return [f"{len(missing)} of {data.num_classes} classes have no training example: {shown}; labels count from 0"]
 
 
 def _step(
@@ -242,7 +227,11 @@ def _config(
                 test_size=len(data.test),
                 seed=data.seed,
             ),
-            model=ModelConfig(name=name, activation=getattr(model, "dale_activation", "relu")),
+            model=ModelConfig(
+                name=name,
+                activation=getattr(model, "dale_activation", "relu"),
+                init=getattr(model, "dale_init", None),
+            ),
             objective=objective,
             training=default_config(data.name).training,
         )
@@ -251,45 +240,6 @@ def _config(
     except TypeError as error:
         valid = ", ".join(Training.__dataclass_fields__)
         raise UsageError(f"{str(error).partition('() ')[2] or error}; options of training are: {valid}") from error
-
-
-def _check(model: nn.Module, objective: Objective, data: Dataset) -> None:
-    """Refuse what could only fail later: a model whose outputs do not fit the labels, a promise nobody could judge."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    image = next(iter(data.train.first(1).batches(1))).to(device)
-    was = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits = model(image.images)
-    except Exception as error:  # a model of the user's may raise anything
-        shape = "x".join(map(str, data.image_shape))
-        told = told_of(error)
-        raise UsageError(f"the model does not accept images of {shape}, the shape of {data.name}: {told}") from error
-    finally:
-        for module, training in was:
-            module.training = training
-    require(isinstance(logits, Tensor), f"the model returned {type(logits).__name__}; expected a tensor of logits")
-    require(
-        logits.dim() == 2 and len(logits) == 1,
-        f"the model returned shape {tuple(logits.shape)} for one image; expected (1, {data.num_classes})",
-    )
-    require(
-        logits.shape[1] >= data.num_classes,
-        f"the model has {logits.shape[1]} outputs, {data.name} has {data.num_classes} classes",
-    )
-    stored_tensors(model)  # what no checkpoint could hold is said now
-    for constraint in objective.constraints:
-        count = constraint.num_groups(data.num_classes, data.num_groups)
-        trained, held_out = (
-            constraint.membership(part.labels, part.groups, count).any(dim=0) for part in (data.train, data.validation)
-        )
-        missing = (trained & ~held_out).nonzero().flatten().tolist()
-        require(
-            not missing,
-            f"no validation example of {constraint.by} {', '.join(map(str, missing))}: whether its limit is met could "
-            f"not be seen; raise validation_size, which is {len(data.validation)}",
-        )
 
 
 def free_folder(dataset: str, algorithm: str) -> Path:

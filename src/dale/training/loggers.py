@@ -58,12 +58,15 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     held = record.get("validation") or {}
     found |= {f"validation/{key}": held.get(key) for key in ("clean_accuracy", "robust_accuracy", "nominal_loss")}
     found |= {f"time/{key}_seconds": value for key, value in (record.get("seconds") or {}).items()}
-    for constraint in record.get("constraints", ()):
+    constraints = record.get("constraints", ())
+    names = [constraint["name"] for constraint in constraints]
+    for number, constraint in enumerate(constraints):
+        name = names[number] if names.count(names[number]) == 1 else f"{names[number]}.{number}"
         for key in ("multiplier", "violation", "measure", "limit"):
             values = constraint.get(key, ())
             for group, value in enumerate(values):
                 suffix = f"/{group}" if len(values) > 1 else ""
-                found[f"constraint/{constraint['name']}/{key}{suffix}"] = value
+                found[f"constraint/{name}/{key}{suffix}"] = value
     return {name: float(value) for name, value in found.items() if _is_number(value)}
 
 

@@ -25,7 +25,7 @@ from dale.errors import DaleError, NumericsError
 from dale.files import finite
 from dale.objectives import Objective
 from dale.training import distributed
-from dale.training.averaging import has_batchnorm, reestimate_batchnorm
+from dale.training.averaging import live_batchnorm, reestimate_batchnorm
 from dale.training.checkpoints import Snapshot, Writer
 from dale.training.config import RunConfig
 from dale.training.diagnosis import stuck
@@ -97,10 +97,12 @@ class Trainer:
     def run(self) -> None:
         """Train to the end; when this returns or raises, all checkpoints are on disk."""
         with contextlib.closing(self.writer), _listening() as received:
+            if self.folder.newest is None:  # a run that ends before its first checkpoint goes on from these weights
+                self._save()
             while self.state.epoch < self.training.epochs:
-                started = time.perf_counter()
-                self._epoch(received)
-                trained = time.perf_counter() - started
+                started = time.perf_counter() - self.state.seconds
+                self._epoch(received, started)
+                trained, self.state.seconds = time.perf_counter() - started, 0.0
                 record = self._end_epoch()
                 record["seconds"] = {"train": trained, "total": time.perf_counter() - started}
                 self._log(record)
@@ -114,7 +116,7 @@ class Trainer:
         state, batches = self.state, len(self.loader)
         distributed.first(lambda: self.writer.put(Snapshot.of(state, batches, candidate=state.batch == 0)))
 
-    def _epoch(self, received: Callable[[], int]) -> None:
+    def _epoch(self, received: Callable[[], int], started: float) -> None:
         state, batches = self.state, len(self.loader)
         state.model.train()
         agreement = distributed.Agreement()
@@ -137,6 +139,7 @@ class Trainer:
             if number and state.batch < batches:
                 agreement.settled()
                 self._check_finite(weights=True)
+                state.seconds = time.perf_counter() - started
                 self._save()
                 self._stop(number)
         agreement.settled()
@@ -156,7 +159,9 @@ class Trainer:
     def _fail(self, what: str) -> NoReturn:
         self.writer.close()
         newest = self.folder.newest
-        kept = "there is no checkpoint yet" if newest is None else f"the last good checkpoint, {newest.name}, is kept"
+        kept = "there is no checkpoint yet"  # but for that of the start
+        if newest is not None and newest != self.folder.checkpoint(0):
+            kept = f"the last good checkpoint, {newest.name}, is kept"
         kept = distributed.told(kept)  # the first process knows; all of them fail, for all see the same numbers
         epoch = self.state.epoch + (self.state.batch > 0)
         raise NumericsError(
@@ -186,7 +191,7 @@ class Trainer:
         if state.average is None:
             return
         state.average.copy_buffers(state.model)
-        if not has_batchnorm(state.model):
+        if not live_batchnorm(state.model):
             return
         # an eighth of the epoch at most: perturbing these images costs as much as training on them
         count = min(max(1, len(self.loader) // 8), math.ceil(REESTIMATE / self.loader.batch_size))
@@ -251,6 +256,7 @@ class Trainer:
             "measure": measures.tolist(),
             "violation": (measures - limits).tolist(),
             "multiplier": dual.multiplier.tolist(),
+            "upper": constraint.upper,
         }
 
     def _log(self, record: dict[str, Any]) -> None:

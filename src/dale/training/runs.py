@@ -137,7 +137,7 @@ class RunFolder:
         snapshot.to_host()
         for epoch, weights in snapshot.candidates.items():  # before the checkpoint, which counts on them
             write_safetensors(self.candidate(epoch), weights, {**(metadata or {}), "digest": digest(weights, "")})
-        write_tensors(self.checkpoints / f"step-{snapshot.step:09d}.safetensors", snapshot.tensors, snapshot.facts)
+        write_tensors(self.checkpoint(snapshot.step), snapshot.tensors, snapshot.facts)
         found = self._found()
         usable = [path for number, path in found if number <= snapshot.step]
         for _, path in found:
@@ -180,6 +180,10 @@ class RunFolder:
                 f"{self.path} is finished, and its checkpoints are gone: there is nothing to continue"
             )
         return notes
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the state after a step lies; that of step 0 is the start."""
+        return self.checkpoints / f"step-{step:09d}.safetensors"
 
     def candidate(self, epoch: int) -> Path:
         """Where the weights of a candidate for selection lie."""

@@ -22,7 +22,7 @@ class TrainState:
     """Everything a run is, between two steps.
 
     Position: `epoch` and `batch` are the next ones to do. `totals` are the running sums of the epoch's metrics, on the
-    device. `selection` holds the validated candidates.
+    device, and `seconds` those that the epoch took so far. `selection` holds the validated candidates.
     """
 
     model: nn.Module
@@ -32,6 +32,7 @@ class TrainState:
     epoch: int = 0
     batch: int = 0
     totals: dict[str, Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
     selection: Selection = field(default_factory=Selection)
     history: list[dict[str, Any]] = field(default_factory=list)
 
@@ -59,6 +60,7 @@ class TrainState:
             "format": FORMAT,
             "epoch": self.epoch,
             "batch": self.batch,
+            "seconds": self.seconds,
             "updates": 0 if self.average is None else int(self.average.updates),
             "selection": self.selection.to_plain(),
             "history": list(self.history),
@@ -79,7 +81,11 @@ class TrainState:
                 self.average.updates.fill_(int(facts["updates"]))
             self._restore_optimiser(rooms.get("optimiser", {}))
             self._restore_duals(rooms.get("dual", {}))
-            self.epoch, self.batch = int(facts["epoch"]), int(facts["batch"])
+            self.epoch, self.batch, self.seconds = (
+                int(facts["epoch"]),
+                int(facts["batch"]),
+                float(facts.get("seconds", 0.0)),
+            )
             self.selection = Selection.from_plain(facts["selection"])
             self.history = list(facts["history"])
             device = next(self.model.parameters()).device

@@ -1,0 +1,89 @@
+"""What is refused before a run begins, because it could only fail later; and what is said of its model and data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dale import random
+from dale.data import Dataset
+from dale.errors import UsageError, require, told_of
+from dale.models.weights import stored_tensors
+from dale.modes import sampling_mode
+from dale.objectives import Objective
+
+
+def check(model: nn.Module, objective: Objective, data: Dataset) -> None:
+    """Refuse what could only fail later: a model whose outputs do not fit the labels, a promise nobody could judge."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    image = next(iter(data.train.first(1).batches(1))).to(device)
+    was = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = model(image.images)
+    except Exception as error:  # a model of the user's may raise anything
+        shape = "x".join(map(str, data.image_shape))
+        told = told_of(error)
+        raise UsageError(f"the model does not accept images of {shape}, the shape of {data.name}: {told}") from error
+    finally:
+        for module, training in was:
+            module.training = training
+    require(isinstance(logits, Tensor), f"the model returned {type(logits).__name__}; expected a tensor of logits")
+    require(
+        logits.dim() == 2 and len(logits) == 1,
+        f"the model returned shape {tuple(logits.shape)} for one image; expected (1, {data.num_classes})",
+    )
+    require(
+        logits.shape[1] >= data.num_classes,
+        f"the model has {logits.shape[1]} outputs, {data.name} has {data.num_classes} classes",
+    )
+    stored_tensors(model)  # what no checkpoint could hold is said now
+    for constraint in objective.constraints:
+        count = constraint.num_groups(data.num_classes, data.num_groups)
+        trained, held_out = (
+            constraint.membership(part.labels, part.groups, count).any(dim=0) for part in (data.train, data.validation)
+        )
+        missing = (trained & ~held_out).nonzero().flatten().tolist()
+        require(
+            not missing,
+            f"no validation example of {constraint.by} {', '.join(map(str, missing))}: whether its limit is met could "
+            f"not be seen; raise validation_size, which is {len(data.validation)}",
+        )
+
+
+def check_single(model: nn.Module, objective: Objective, data: Dataset) -> None:
+    """Refuse steps on one example where BatchNorm has but one value of a channel then, say; nothing of it is left."""
+    example = next(iter(data.train.first(1).batches(1)))
+    batch = example.to(next((p.device for p in model.parameters()), example.images.device))
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng([]), sampling_mode(model, "train"):
+            delta = objective.perturb(model, batch, random.key(0))
+            with torch.no_grad():
+                objective.predict(model, batch, delta)
+    except Exception as error:
+        raise UsageError(
+            "the model cannot be trained on one example at a time; raise batch_size or lower accumulate: "
+            + told_of(error)
+        ) from error
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def homeless(model: nn.Module) -> list[str]:
+    """What to say of a model whose class only this program knows."""
+    if type(model).__module__ != "__main__":
+        return []
+    name = type(model).__name__
+    return [f"{name} is defined in the program itself: to load or resume this run elsewhere, move it to a module"]
+
+
+def empty(data: Dataset) -> list[str]:
+    """What to say of classes that no training example has: labels with gaps make such."""
+    missing = (torch.bincount(data.train.labels.cpu(), minlength=data.num_classes) == 0).nonzero().flatten().tolist()
+    if not missing:
+        return []
+    shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+    return [f"{len(missing)} of {data.num_classes} classes have no training example: {shown}; labels count from 0"]
