@@ -26,6 +26,8 @@ def test_verdicts(make_run, feasible, holds, expected):
     assert facts.verdict(run) == expected
     assert ("With confidence 95%" in facts.confidence(run)) == (holds is not None)
     assert ("violated by 0.02" in facts.confidence(run)) == (expected == "missed")
+    kept = "of the checkpoints within a tenth of the smallest violation the most robust was kept"
+    assert (kept in facts.confidence(run)) == (expected == "missed")
 
 
 def test_an_unfinished_run_claims_nothing(make_run):

@@ -35,6 +35,30 @@ def test_the_set_is_named_where_accuracies_are_about_several(make_run):
     ]
 
 
+def test_data_and_number_of_images_are_named_where_they_differ(make_run):
+    runs = [read_run(make_run("a")), read_run(make_run("b"))]
+    assert "Accuracies in percent on 100 test images, " in markdown(runs)
+    assert not {"data", "test images"} & set(markdown(runs).splitlines()[0].split(" | "))
+    config = dict(runs[1].config) | {"data": {"dataset": "mnist"}}
+    other = replace(runs[1], evaluation=runs[1].evaluation | {"n": 2000}, config=config)
+    table = markdown([runs[0], other])
+    assert [line.split(" | ")[4:6] for line in table.splitlines() if line.startswith(("| run", "| a", "| b"))] == [
+        ["data", "test images"],
+        ["digits", "100"],
+        ["mnist", "2,000"],
+    ]
+    assert "Accuracies in percent on test images, " in table
+    assert "& digits & 100 &" in latex([runs[0], other])
+
+
+def test_a_bound_is_rounded_to_the_side_on_which_it_stays_true(make_run):
+    for name, bound, shown in (("a", 0.0951, "0.096"), ("b", 0.095, "0.095"), ("c", 1e30, f"{1e30:.3f}")):
+        run = read_run(make_run(name))
+        certificate = run.evaluation["certificate"] | {"loss": {"bound": bound}}
+        table = markdown([replace(run, evaluation=run.evaluation | {"certificate": certificate})])
+        assert table.splitlines()[2].split(" | ")[-2] == shown
+
+
 def test_columns_are_the_attacks_of_all_runs(make_run):
     runs = [read_run(make_run("a")), read_run(make_run("b", evaluation=None))]
     lines = markdown(runs).splitlines()

@@ -75,6 +75,11 @@ def test_the_table_of_claims(put, tmp_path) -> None:
     assert lines[2].startswith("| DALE withstands PGD better than PGD training | PGD-10 | ")
     assert lines[2].endswith(" | dale rho=1.0: 95.0 | pgd: 93.0 | +2.0 (± 0.7) | holds |")
     assert lines[3].endswith("| trades: - | - | not run |")
+    assert not any("†" in line for line in lines)
+    put(Spec("mnist", "convnet", "pgd"), (10_000, {"pgd10@0.1-last": 0.93}), config="another")
+    table = claims_table(tmp_path / "results", "mnist", "short")
+    assert "| dale rho=1.0: 95.0 | pgd †: 93.0 |" in table
+    assert table.endswith("\n\n† All or some of its results were made by another recipe than today's.\n")
 
 
 def test_trends() -> None:

@@ -51,6 +51,15 @@ def test_train_mode_has_a_table_of_its_own(put, tmp_path) -> None:
     assert lines[2:] == ["| pgd | 95.0 ± 0.0 | 97.0 ± 1.4 | 95.5 | 90.0 ± 0.0 | 92.0 ± 0.0 | 93.1 |"]
 
 
+def test_train_mode_of_another_recipe_is_marked(put, tmp_path) -> None:
+    trained = {"accuracies": {"fgsm": {"accuracy": 0.96, "n": 1000}, "pgd": {"accuracy": 0.92, "n": 1000}}}
+    accuracies = {"fgsm": 0.95, "pgd10@0.1-last": 0.9}
+    put(Spec("mnist", "convnet", "pgd"), (1000, accuracies), paper_mode=trained, config="another")
+    lines = render("{{ mode mnist short }}", tmp_path / "results").splitlines()
+    assert lines[2].startswith("| pgd † | 95.0 |")
+    assert lines[3:] == ["", "† All or some of its results were made by another recipe than today's."]
+
+
 def test_a_mark_that_means_nothing_is_refused(tmp_path) -> None:
     with pytest.raises(UsageError, match="did you mean 'table'"):
         render("{{ tabel table1 }}", tmp_path)

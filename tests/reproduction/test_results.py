@@ -7,7 +7,7 @@ import pytest
 from dale.errors import CheckpointError
 from dale.files import write_json
 from dale.reproduction import Spec, find_results, read_result, summarise
-from dale.reproduction.results import Summary, series
+from dale.reproduction.results import Summary, is_current, series
 
 
 def spec(seed: int = 0, **options: float) -> Spec:
@@ -39,6 +39,30 @@ def test_mean_and_spread_over_seeds(put, tmp_path) -> None:
     strong = summarise(results, "autoattack-fast")
     assert strong == Summary(0.5, 0.0, 3, 1000)
     assert summarise(results, "square") is None
+
+
+def test_the_images_behind_a_mean_are_those_of_the_seed_with_fewest(put, tmp_path) -> None:
+    put(spec(0), (10_000, {"clean": 0.8}))
+    put(spec(1), (1000, {"clean": 0.8}))
+    clean = summarise(find_results(tmp_path / "results", spec()), "clean")
+    assert clean is not None
+    assert clean.n == 1000
+
+
+def test_a_result_of_another_recipe_is_known(put, tmp_path) -> None:
+    config = spec().config().to_yaml()
+    made = {
+        "today's": config,
+        "before a field": config.replace("  accumulate: 1\n", ""),
+        "other": config.replace("epochs: 8", "epochs: 9"),
+        "none": "another",
+    }
+    found = {}
+    for name, text in made.items():
+        put(spec(3), (10, {"clean": 0.5}), config=text.replace("seed: 0\n  det", "seed: 3\n  det"))
+        (result,) = find_results(tmp_path / "results", spec())
+        found[name] = is_current(result, spec())
+    assert found == {"today's": True, "before a field": True, "other": False, "none": False}
 
 
 def test_the_standard_error_is_that_of_images_and_seeds_together() -> None:

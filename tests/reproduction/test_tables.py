@@ -40,6 +40,34 @@ def test_ours_the_papers_the_difference_and_the_spread(put, tmp_path) -> None:
     assert "On 1,000 test images: PGD-20, 10 restarts; APGD-CE + APGD-T." in table.notes
 
 
+def test_an_accuracy_of_fewer_seeds_than_the_row_says_so(put, tmp_path) -> None:
+    put(cifar("pgd", 0), (10_000, {"clean": 0.7, "fgsm": 0.5}))
+    put(cifar("pgd", 1), (10_000, {"clean": 0.7}))
+    table = make_table("table1", "cifar10", None, "short", tmp_path / "results", ["pgd"])
+    (row,) = table.rows
+    assert (row[1], row[2], row[4]) == ("2", "70.0 ± 0.0", "50.0 (1 of 2)")
+    assert "Seeds in brackets: an accuracy that not all results of its row have." in table.notes
+    (values,) = csv.DictReader(io.StringIO(table.as_csv()))
+    assert (values["clean seeds"], values["fgsm seeds"]) == ("2", "1")
+    put(cifar("pgd", 1), (10_000, {"clean": 0.7, "fgsm": 0.5}))
+    whole = make_table("table1", "cifar10", None, "short", tmp_path / "results", ["pgd"])
+    assert whole.rows[0][4] == "50.0 ± 0.0"
+    assert not any("brackets" in note for note in whole.notes)
+
+
+def test_a_result_of_another_recipe_is_marked(put, tmp_path) -> None:
+    put(cifar("pgd", 0), (10_000, {"clean": 0.7}))
+    put(cifar("pgd", 1), (10_000, {"clean": 0.7}), config="another")
+    put(cifar("erm", 0), (10_000, {"clean": 0.9}))
+    table = make_table("table1", "cifar10", None, "short", tmp_path / "results", ["erm", "pgd"])
+    assert [row[0] for row in table.rows] == ["erm", "pgd †"]
+    assert "† All or some of its results were made by another recipe than today's." in table.notes
+    values = list(csv.DictReader(io.StringIO(table.as_csv())))
+    assert [(row["row"], row["of another recipe"]) for row in values] == [("erm", "0"), ("pgd", "1")]
+    fresh = make_table("table1", "cifar10", None, "short", tmp_path / "results", ["erm"])
+    assert not any("†" in note for note in fresh.notes)
+
+
 def test_other_budgets_and_models_do_not_count(put, tmp_path) -> None:
     put(cifar("pgd", budget="smoke"), (10, {"clean": 1.0}))
     put(Spec("cifar10", "resnet50", "pgd"), (10, {"clean": 1.0}))

@@ -167,7 +167,7 @@ def confidence(run: RunFiles) -> str:
         parts.append(
             "On held-out data the constraint is violated"
             + (f" by {excess:.3g} beyond the standard error" if excess is not None and excess > 0 else "")
-            + "; the checkpoint with the smallest violation was kept."
+            + "; of the checkpoints within a tenth of the smallest violation the most robust was kept."
         )
     statement = dig(run.evaluation, "certificate", "statement")
     if statement:

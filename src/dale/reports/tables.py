@@ -40,24 +40,49 @@ def _certified(run: RunFiles) -> float | None:
     return number(dig(run.evaluation, "certificate", "loss", "bound"))
 
 
+def _images(run: RunFiles) -> str:
+    n = number(run.evaluation.get("n"))
+    return "-" if n is None else f"{n:,.0f}"
+
+
+def _named(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
+    """What the runs differ in, or else the numbers of a column would pass for comparable: columns of a name each."""
+    sets = [facts.measured(run) for run in runs]
+    data, images = [facts.dataset(run) for run in runs], [_images(run) for run in runs]
+    differ = {
+        "data": len(set(data)) > 1,
+        "attacked in": len({*sets, *(facts.perturbations(run) for run in runs)}) > 1,
+        "test images": len({*images} - {"-"}) > 1,
+    }
+    return [(name, found) for (name, many), found in zip(differ.items(), (data, sets, images), strict=True) if many]
+
+
 def _short(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str]], list[bool]]:
     """The columns that a page has room for, as text; and which of them are numbers."""
     attacks = list(dict.fromkeys(s.name for run in runs for s in facts.scores(run) if s.name != "clean"))
-    sets = {facts.measured(run) for run in runs} | {facts.perturbations(run) for run in runs}
-    named = ["attacked in"] if len(sets) > 1 else []  # or else the numbers of a column would pass for comparable
-    head = ["run", "row", "limit", "constraint", *named]
+    named = _named(runs)
+    head = ["run", "row", "limit", "constraint", *(name for name, _ in named)]
     texts = len(head)
     head += ["clean", *attacks, "held-out loss", "certified loss", "nu"]
     rows = []
-    for run in runs:
+    for place, run in enumerate(runs):
         found = {score.name: score for score in facts.scores(run)}
         limits = " and ".join(str(limit) for limit in facts.limits(run))
-        numbers = [number(dig(run.summary, "validation", "nominal_loss")), _certified(run), facts.multiplier(run)]
+        held = number(dig(run.summary, "validation", "nominal_loss"))
+        bound, dual = _certified(run), facts.multiplier(run)
         cells = [run.name, facts.algorithm(run), limits or "-", facts.BRIEF[facts.verdict(run)]]
-        cells += [facts.measured(run)] * len(named)
+        cells += [column[place] for _, column in named]
         cells += [_accuracy(found.get(name)) for name in ("clean", *attacks)]
-        rows.append(cells + ["-" if value is None else f"{value:.3f}" for value in numbers])
+        cells.append("-" if held is None else f"{held:.3f}")
+        cells.append("-" if bound is None else _up(bound))
+        rows.append([*cells, "-" if dual is None else f"{dual:.3f}"])
     return head, rows, [False] * texts + [True] * (len(head) - texts)
+
+
+def _up(bound: float) -> str:
+    """An upper bound with three digits, rounded to the side on which it stays true."""
+    near = round(bound, 3)
+    return f"{near if near >= bound else near + 0.001:.3f}"
 
 
 def _accuracy(score: Score | None) -> str:
@@ -67,10 +92,14 @@ def _accuracy(score: Score | None) -> str:
     return f"{100 * score.value:.1f} ± {100 * half:.1f}" if half else f"{100 * score.value:.1f}"
 
 
-NOTE = (
-    "Accuracies in percent on the test set, ± half the width of the exact 95% interval; under attack they are upper "
-    "bounds on the true robust accuracy. A certified loss holds with the confidence stated in the run's evaluation."
-)
+def _note(runs: Sequence[RunFiles]) -> str:
+    """What a reader of the table must know; the number of images where it is one for all."""
+    counts = {_images(run) for run in runs} - {"-"}
+    images = f"{counts.pop()} test images" if len(counts) == 1 else "test images"
+    return (
+        f"Accuracies in percent on {images}, ± half the width of the exact 95% interval; under attack they are upper "
+        "bounds on the true robust accuracy. A certified loss holds with the confidence stated in the run's evaluation."
+    )
 
 
 def markdown(runs: Sequence[RunFiles]) -> str:
@@ -81,7 +110,7 @@ def markdown(runs: Sequence[RunFiles]) -> str:
         "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|",
         *("| " + " | ".join(map(escape_markdown, row)) + " |" for row in rows),
     ]
-    return "\n".join([*lines, "", NOTE]) + "\n"
+    return "\n".join([*lines, "", _note(runs)]) + "\n"
 
 
 def escape_markdown(text: str) -> str:
@@ -127,7 +156,7 @@ def latex(runs: Sequence[RunFiles]) -> str:
         *(" & ".join(map(_latex, row)) + r" \\" for row in rows),
         "\\bottomrule",
         "\\end{tabular}",
-        "% " + NOTE,
+        "% " + _note(runs),
     ]
     return "\n".join(lines) + "\n"
 

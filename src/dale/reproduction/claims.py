@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist
 
-from dale.reproduction.catalogue import Row, rows_of
+from dale.reproduction.catalogue import rows_of
 from dale.reproduction.recipes import DATASETS, default_model, paper_attack, recipes
-from dale.reproduction.results import Summary, find_results, summarise
-from dale.reproduction.tables import NAMES, percent
+from dale.reproduction.results import Summary, find_results, is_current, summarise
+from dale.reproduction.tables import NAMES, OLD, OLD_NOTE, percent
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,21 @@ def claims(dataset: str) -> list[Claim]:
 
 @dataclass(frozen=True)
 class Side:
-    """The number behind one side of a claim, and how many rows it was chosen from, of how many there are."""
+    """The number behind one side of a claim, and how many rows it was chosen from, of how many there are.
+
+    `old`: a result behind one of these rows was made by another recipe than today's.
+    """
 
     label: str
     number: Summary | None
     run: int = 1
     rows: int = 1
+    old: bool = False
 
     def __str__(self) -> str:
         part = f" ({self.run} of {self.rows} rows)" if 0 < self.run < self.rows else ""
-        return f"{self.label}{part}: {percent(self.number)}".replace("*", "\\*")
+        mark = f" {OLD}" if self.old else ""
+        return f"{self.label}{mark}{part}: {percent(self.number)}".replace("*", "\\*")
 
 
 def measured(root: Path, dataset: str, place: tuple[str, str], attack: str, budget: str) -> Side:
@@ -61,13 +66,12 @@ def measured(root: Path, dataset: str, place: tuple[str, str], attack: str, budg
     rows = rows_of(table, dataset)
     if label != "best":
         rows = [row for row in rows if row.label == label]
-    found = [one for row in rows if (one := _number(root, dataset, row, attack, budget)) is not None]
+    specs = [row.spec(dataset, default_model(dataset), budget, 0) for row in rows]
+    results = [find_results(root, spec) for spec in specs]
+    found = [one for of_row in results if (one := summarise(of_row, attack)) is not None]
     best = max(found, key=lambda one: one.mean, default=None)
-    return Side(f"best of {table}" if label == "best" else label, best, len(found), len(rows))
-
-
-def _number(root: Path, dataset: str, row: Row, attack: str, budget: str) -> Summary | None:
-    return summarise(find_results(root, row.spec(dataset, default_model(dataset), budget, 0)), attack)
+    old = any(not is_current(one, spec) for spec, of_row in zip(specs, results, strict=True) for one in of_row)
+    return Side(f"best of {table}" if label == "best" else label, best, len(found), len(rows), old)
 
 
 def verdict(left: Side, right: Side) -> str:
@@ -100,7 +104,7 @@ def _difference(left: Side, one: Summary, right: Side, other: Summary) -> tuple[
 
 def claims_table(root: Path, dataset: str, budget: str) -> str:
     """The claims with their numbers and verdicts, as Markdown."""
-    lines = ["| claim | attack | this | that | difference | verdict |", "|---|---|---:|---:|---:|---|"]
+    lines, old = ["| claim | attack | this | that | difference | verdict |", "|---|---|---:|---:|---:|---|"], False
     for claim in claims(dataset):
         left, right = (measured(root, dataset, one, claim.attack, budget) for one in (claim.left, claim.right))
         gap = "-"
@@ -110,7 +114,8 @@ def claims_table(root: Path, dataset: str, budget: str) -> str:
         text = claim.text.replace("*", "\\*")
         shown = (text, NAMES.get(claim.attack, claim.attack), str(left), str(right), gap, verdict(left, right))
         lines.append(f"| {' | '.join(shown)} |")
-    return "\n".join(lines) + "\n"
+        old = old or left.old or right.old
+    return "\n".join([*lines, *(["", OLD_NOTE] if old else [])]) + "\n"
 
 
 def trend(points: Sequence[tuple[float, Summary]], rising: bool) -> str:

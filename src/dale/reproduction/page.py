@@ -25,7 +25,7 @@ from dale.reproduction.catalogue import TABLES, rows_of
 from dale.reproduction.claims import claims_table, trends
 from dale.reproduction.recipes import DATASETS, default_model, paper_attack
 from dale.reproduction.results import find_results, read_result, summarise, summary_of
-from dale.reproduction.tables import MISSING, make_table, percent
+from dale.reproduction.tables import MISSING, OLD, OLD_NOTE, make_table, marked, percent
 from dale.zoo import entries
 
 _MARK = re.compile(r"\{\{ *([a-z]+)((?: +[^ }]+)*) *\}\}")
@@ -88,17 +88,19 @@ def _mode(root: Path, dataset: str, budget: str) -> str:
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows_of("table1", dataset):
-        results = find_results(root, row.spec(dataset, default_model(dataset), budget, 0))
-        results = [result for result in results if "paper_mode" in result.plain]
+        spec = row.spec(dataset, default_model(dataset), budget, 0)
+        results = [result for result in find_results(root, spec) if "paper_mode" in result.plain]
         if not results or row.printed is None:
             continue
-        cells = [row.label]
+        cells = [marked(row.label, spec, results)]
         for place, name in ((1, "fgsm"), (2, "pgd")):
             trained = [result.plain["paper_mode"]["accuracies"][name] for result in results]
             cells += [percent(summarise(results, paper_attack(dataset, name))), percent(summary_of(trained))]
             cells.append(str(float(row.printed[place])))
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else f"*{dataset}, {budget}: {MISSING}.*"
+    if len(lines) == 2:
+        return f"*{dataset}, {budget}: {MISSING}.*"
+    return "\n".join([*lines, *(["", OLD_NOTE] if any(OLD in line for line in lines) else [])])
 
 
 def _figure(root: Path, name: str) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from dale.errors import CheckpointError
+from dale.errors import CheckpointError, DaleError
 from dale.files import read_json
 from dale.reproduction.recipes import Spec
 
@@ -51,9 +51,20 @@ def find_results(root: Path, spec: Spec) -> list[Result]:
     return [read_result(path) for _, path in sorted(found)]
 
 
+def is_current(result: Result, spec: Spec) -> bool:
+    """Whether a result was made by today's recipe of its row, whatever its seed; fields added since count as unset."""
+    from dale.training.config import RunConfig
+
+    made, today = str(result.plain.get("config", "")), replace(spec, seed=int(result.plain["seed"])).config().to_yaml()
+    try:
+        return made == today or RunConfig.from_yaml(made, where=str(result.path)).to_yaml() == today
+    except DaleError:
+        return False
+
+
 @dataclass(frozen=True)
 class Summary:
-    """A number over seeds: mean, standard deviation (None for one seed), seeds, and images behind each value.
+    """A number over seeds: mean, standard deviation (None for one seed), seeds, and the fewest images behind a value.
 
     The variance of the mean is that of the images, p (1 - p) / n, and that of the seeds, spread^2 / seeds, together:
     seeds share the test images, so that more seeds are not more images.
@@ -81,7 +92,9 @@ def summary_of(found: Sequence[Mapping[str, Any]]) -> Summary | None:
     if not found:
         return None
     values = [float(one["accuracy"]) for one in found]
-    return Summary(mean(values), stdev(values) if len(values) > 1 else None, len(values), int(found[0]["n"]))
+    return Summary(
+        mean(values), stdev(values) if len(values) > 1 else None, len(values), min(int(one["n"]) for one in found)
+    )
 
 
 def compose(

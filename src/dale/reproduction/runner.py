@@ -59,10 +59,6 @@ def slots_of(specs: Iterable[Spec], runs: Path, results: Path) -> list[Slot]:
 
 def outdated(slots: Sequence[Slot]) -> list[Slot]:
     """The finished ones whose result was made by another recipe than today's."""
-    from dale.reproduction.results import read_result
+    from dale.reproduction.results import is_current, read_result
 
-    return [
-        slot
-        for slot in slots
-        if slot.finished and read_result(slot.result).plain["config"] != slot.spec.config().to_yaml()
-    ]
+    return [slot for slot in slots if slot.finished and not is_current(read_result(slot.result), slot.spec)]

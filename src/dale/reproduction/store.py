@@ -101,15 +101,19 @@ def _accuracies(found: dict[str, Any]) -> dict[str, float]:
 
 
 def _add(path: Path, found: dict[str, Any]) -> None:
-    """Add an evaluation to the published numbers of its count of images."""
+    """Add an evaluation to the published numbers of its count of images.
+
+    Clean accuracy and loss stay those of the first evaluation, with its machine beside them; what a later part, which
+    may come from elsewhere, adds is its attacks.
+    """
     plain = read_json(path)
     by_count = {part["n"]: part for part in plain["published"]}
     part = by_count.setdefault(found["n"], {"n": found["n"], "accuracies": {}})
     on = {"on": f"{machine(environment())}, {found['precision']}"}  # parts may be added elsewhere
-    part["accuracies"] |= {"clean": found["clean"] | on}
+    part["accuracies"].setdefault("clean", found["clean"] | on)
     part["accuracies"] |= {
         a["name"]: a["accuracy"] | on | {"seconds": round(a["seconds"], 2)} for a in found["attacks"]
     }
-    part["nominal_loss"] = found["nominal_loss"]
+    part.setdefault("nominal_loss", found["nominal_loss"] | on)
     plain["published"] = [by_count[n] for n in sorted(by_count, reverse=True)]
     write_json(path, plain)

@@ -16,10 +16,12 @@ from dale.files import write_text
 from dale.reports.series import paper
 from dale.reproduction.catalogue import TABLES, TIMED, Row, chosen, rows_of
 from dale.reproduction.recipes import Spec, default_model, paper_attack
-from dale.reproduction.results import Result, Summary, find_results, summarise
+from dale.reproduction.results import Result, Summary, find_results, is_current, summarise
 from dale.reproduction.timing import find_timing, machine
 
 MISSING = "not run"
+OLD = "†"  # beside a row, a result of which was made by another recipe than today's
+OLD_NOTE = f"{OLD} All or some of its results were made by another recipe than today's."
 # the attacks of the paper's columns, and those it did not make, weakest first
 NAMES = {
     "clean": "clean",
@@ -126,19 +128,29 @@ def _accuracy_table(table: str, dataset: str, model: str, budget: str, rows: Seq
     head, value_head = ["row", "seeds"], ["row", "seeds", "result"]
     for name in columns:
         head += [NAMES[name], *(["paper (difference)"] if printed else [])]
-        value_head += [name, f"{name} spread", f"{name} n", f"{name} lower", f"{name} upper", f"{name} paper"]
+        value_head += [*_of(name), f"{name} paper"]
     for name in stronger:
         head.append(NAMES.get(name, name))
-        value_head += [name, f"{name} spread", f"{name} n", f"{name} lower", f"{name} upper"]
+        value_head += _of(name)
     head += ["held-out loss", "nu"]
-    value_head += ["held-out loss", "nu", "feasible", "seconds"]
+    value_head += ["held-out loss", "nu", "feasible", "seconds", "of another recipe"]
     cells, values = [], []
     for row, spec, results in zip(rows, specs, found, strict=True):
-        cells.append(tuple(_cells(row, results, columns, stronger, printed)))
+        cells.append(tuple(_cells(row, spec, results, columns, stronger, printed)))
         values.append(tuple(_values(row, spec, results, columns, stronger)))
     name = "-".join([table, dataset, *([model] if model != default_model(dataset) else []), budget])
     title = f"{_heading(table)}, {dataset}, {model}, budget {budget}: {TABLES[table][1]}"
     return Table(name, title, tuple(head), tuple(cells), _notes(found, specs), tuple(value_head), tuple(values))
+
+
+def _of(name: str) -> list[str]:
+    """The columns of a CSV that an accuracy has."""
+    return [name, *(f"{name} {what}" for what in ("spread", "seeds", "n", "lower", "upper"))]
+
+
+def marked(label: str, spec: Spec, results: Sequence[Result]) -> str:
+    """The label of a row, with a mark where a result behind it was made by another recipe than today's."""
+    return label if all(is_current(result, spec) for result in results) else f"{label} {OLD}"
 
 
 def _attacks(specs: Sequence[Spec]) -> list[str]:
@@ -147,19 +159,19 @@ def _attacks(specs: Sequence[Spec]) -> list[str]:
 
 
 def _cells(
-    row: Row, results: Sequence[Result], columns: Sequence[str], stronger: Sequence[str], printed: bool
+    row: Row, spec: Spec, results: Sequence[Result], columns: Sequence[str], stronger: Sequence[str], printed: bool
 ) -> Iterator[str]:
-    yield row.label
+    yield marked(row.label, spec, results)
     yield str(len(results)) if results else MISSING
     for place, name in enumerate(columns):
         ours = summarise(results, name)
-        yield percent(ours)
+        yield _share(ours, len(results))
         if printed:
             theirs = None if row.printed is None else row.printed[place]
             gap = "" if theirs is None or ours is None else f" ({round(100 * ours.mean - theirs, 1) + 0.0:+.1f})"
             yield "" if theirs is None else f"{float(theirs)}{gap}"
     for name in stronger:
-        yield percent(summarise(results, name))
+        yield _share(summarise(results, name), len(results))
     yield _average(results, "held_out_loss", 3)
     yield _average(results, "multipliers", 3)
 
@@ -175,6 +187,7 @@ def _values(
         first = results[0].accuracy(name) if len(results) == 1 else None
         yield None if ours is None else round(100 * ours.mean, 4)
         yield None if ours is None or ours.spread is None else round(100 * ours.spread, 4)
+        yield None if ours is None else ours.seeds
         yield None if ours is None else ours.n
         # the exact interval belongs to one set of weights; over seeds the spread speaks
         yield None if first is None else round(100 * first["lower"], 4)
@@ -186,6 +199,14 @@ def _values(
     verdicts = [result.plain["training"]["feasible"] for result in results]
     yield None if not verdicts or None in verdicts else sum(verdicts) / len(verdicts)
     yield _mean(results, "seconds")
+    yield sum(not is_current(result, spec) for result in results)
+
+
+def _share(summary: Summary | None, seeds: int) -> str:
+    """An accuracy as it stands in a table: fewer seeds than the row's are named."""
+    return percent(summary) + (
+        f" ({summary.seeds} of {seeds})" if summary is not None and summary.seeds < seeds else ""
+    )
 
 
 def percent(summary: Summary | None) -> str:
@@ -226,8 +247,18 @@ def _notes(found: Sequence[Sequence[Result]], specs: Sequence[Spec]) -> tuple[st
     ]
     machines = sorted({machine(result.plain["environment"]) for results in found for result in results})
     missing = sum(not results for results in found)
+    partial = any(
+        0 < sum(result.accuracy(name) is not None for result in results) < len(results)
+        for results in found
+        for name in counts
+    )
+    old = any(not is_current(result, spec) for spec, results in zip(specs, found, strict=True) for result in results)
     lines = ["Accuracy in per cent; ± is the standard deviation over seeds. Under attack it is an upper bound."]
     lines += parts
+    if partial:
+        lines.append("Seeds in brackets: an accuracy that not all results of its row have.")
+    if old:
+        lines.append(OLD_NOTE)
     if machines:
         lines.append(f"Made on {'; '.join(machines)}.")
     if missing:

@@ -94,7 +94,7 @@ def certify_stored(
 ) -> NominalCertificate | None:
     """Certify a stored model as `certify_run` does a run, on the test split; None without a constraint.
 
-    The test split trained and selected nothing either, and has many images where a run holds back few.
+    The test split trained no weight and selected no checkpoint either, and has many images where a run holds back few.
     """
     config = RunConfig.from_yaml(entry.config, where=str(entry.path), trust=trust)
     constraints = config.build_objective().constraints
