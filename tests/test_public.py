@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
+import torch
 
 import dale
 
@@ -45,6 +47,27 @@ def test_what_a_room_lists_is_there(room: str) -> None:
     module = getattr(dale, room)
     for name in getattr(module, "__all__", ()):
         assert getattr(module, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: dale.Linf(epsilon="a"), "epsilon must be a finite number above 0, got 'a'"),
+        (lambda: dale.Linf(epsilon=True), "epsilon must be a finite number above 0, got True"),
+        (lambda: dale.algorithms.dale(dale.Linf(epsilon=0.1), rho="x"), "limit must be a finite number .* got 'x'"),
+        (
+            lambda: dale.algorithms.dale(0.1, rho=0.1),
+            r"perturbations must be of kind PerturbationSet \(.*Linf.*got 0.1",
+        ),
+        (lambda: dale.algorithms.pgd(dale.Linf(epsilon=0.1), robust_loss=3), "robust_loss must be of kind Loss"),
+        (lambda: dale.create_model("convnet", 3), "data must know its image_shape and num_classes, .* got 3"),
+        (lambda: dale.fit(None, None, None), "fit: model must be a Module, got None"),
+        (lambda: dale.fit(torch.nn.Flatten(), None, None), "fit: objective must be a Objective, got None"),
+    ],
+)
+def test_arguments_of_another_kind_are_one_clear_line(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(dale.UsageError, match=message):
+        call()
 
 
 def test_the_import_is_lazy() -> None:

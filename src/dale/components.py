@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar
 
 import yaml
 
-from dale.errors import UsageError, unknown
+from dale.errors import UsageError, nearest, unknown
 
 T = TypeVar("T")
 
@@ -104,12 +104,15 @@ def import_object(path: str) -> Any:
     module, _, attribute = path.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    value: Any = None
     try:
         value = importlib.import_module(module)
         for part in attribute.split("."):
             value = getattr(value, part)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"cannot import {path!r}: {error}") from error
+        close = None if value is None else nearest(part, [name for name in dir(value) if not name.startswith("_")])
+        hint = f"; did you mean {close!r}?" if close else ""
+        raise UsageError(f"cannot import {path!r}: {error}{hint}") from error
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -54,17 +55,21 @@ def require(condition: bool, message: str) -> None:
         raise UsageError(message)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def require_positive(owner: object, **values: float | None) -> None:
     """Check that each given value is a finite number above zero (None passes)."""
     for name, value in values.items():
-        if value is not None and not (0.0 < value < float("inf")):
+        if value is not None and not (_is_number(value) and 0.0 < value < float("inf")):
             raise UsageError(f"{type(owner).__name__}: {name} must be a finite number above 0, got {value!r}")
 
 
 def require_non_negative(owner: object, **values: float | None) -> None:
     """Check that each given value is a finite number of at least zero (None passes)."""
     for name, value in values.items():
-        if value is not None and not (0.0 <= value < float("inf")):
+        if value is not None and not (_is_number(value) and 0.0 <= value < float("inf")):
             raise UsageError(f"{type(owner).__name__}: {name} must be a finite number of at least 0, got {value!r}")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from dale import constraints as duality
 from dale.aggregators import Aggregator, MeanOf
 from dale.batch import Batch
-from dale.components import Component
+from dale.components import Component, require_component
 from dale.constraints import Constraint, Dual, Violation
 from dale.errors import require, require_choice, require_non_negative
 from dale.losses import CrossEntropy, Loss
@@ -71,6 +71,9 @@ class Objective(Component):
     def __post_init__(self) -> None:
         require_non_negative(self, robust_weight=self.robust_weight, nominal_weight=self.nominal_weight)
         require_choice(self, ("joint", "separate"), batchnorm=self.batchnorm)
+        require_component(self, PerturbationSet, perturbations=self.perturbations)
+        require_component(self, Sampler, sampler=self.sampler)
+        require_component(self, Loss, perturbation_loss=self.perturbation_loss, robust_loss=self.robust_loss)
         if self.robust:
             require(
                 self.sampler is not None and self.perturbations is not None,

@@ -78,6 +78,8 @@ REQUESTS: list[tuple[str, tuple[str, ...]]] = [
     ("--examples 0", ("--examples: expected at least 1, got 0",)),
     ("--validate-every 0", ("every must be at least 1",)),
     ("--model no.such:Net", ("cannot import 'no.such:Net'",)),
+    ("--model torch.nn:Flaten", ("cannot import 'torch.nn:Flaten'", "did you mean 'Flatten'?")),
+    ("--log tensorbord", ("unknown logger 'tensorbord'", "did you mean 'tensorboard'?")),
     ("--algorithm math:nothing", ("cannot import 'math:nothing'",)),
     ("--config missing.yaml", ("there is no file 'missing.yaml'",)),
     ("--resume missing", ("missing is not a run folder",)),

@@ -67,7 +67,16 @@ def test_npz_with_a_test_set_groups_and_names(tmp_path: Path) -> None:
         ({"images": _BYTES * 1.0}, r"image 0 has values .* must be in \[0, 1\]"),
         ({"images": np.full((40, 6, 5), np.nan)}, "image 0 has NaN"),
         ({"images": _BYTES[:0], "labels": _LABELS[:0]}, "no images"),
-        ({"images": _BYTES[0, 0]}, r"shape \(N, C, H, W\)"),
+        ({"images": _BYTES[0, 0]}, r"with 1 or 3 channels, got \(5, 3\)"),
+        ({"images": np.zeros((40, 6, 5, 4), np.uint8)}, r"with 1 or 3 channels, got \(40, 6, 5, 4\)"),
+        ({"images": np.zeros((40, 2, 6, 5), np.uint8)}, r"with 1 or 3 channels, got \(40, 2, 6, 5\)"),
+        ({"images": _BYTES.astype(np.uint16)}, r"must be bytes \(uint8\) or floats in \[0, 1\], got uint16"),
+        ({"labels": _LABELS + 1}, r"label 4 of example 3, and 4 different labels; expected 0 \.\. 3"),
+        ({"labels": np.where(np.arange(40) == 5, 10**9, _LABELS)}, "label 1000000000 of example 5, and 5 different"),
+        ({"images_test": _BYTES, "labels_test": _LABELS + 1}, "labels_test hold 4; labels end at 3"),
+        ({"class_names": np.array(["a", "b", "a", "c"])}, "class_names hold 'a' twice"),
+        ({"image_test": _BYTES, "labels_test": _LABELS}, "has an array 'image_test'; did you mean 'images_test'"),
+        ({"label": _LABELS}, "has an array 'label'; did you mean 'labels'"),
         ({"images": _BYTES.astype(bool)}, "must hold numbers"),
         ({"labels": _LABELS[:39]}, r"labels must have shape \(40,\)"),
         ({"labels": _LABELS * 1.0}, "labels must be integers"),
@@ -87,6 +96,12 @@ def test_bad_npz(tmp_path: Path, change: dict[str, np.ndarray], message: str) ->
         load_dataset(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_other_arrays_are_left_alone_and_names_allow_gaps(tmp_path: Path) -> None:
+    names = np.array(["a", "b", "c", "d", "e"])
+    np.savez(tmp_path / "mine.npz", images=_BYTES, labels=_LABELS + 1, class_names=names, camera=np.arange(40))
+    assert load_dataset(tmp_path / "mine.npz").num_classes == 5
 
 
 def _folder(root: Path, classes: tuple[str, ...] = ("cat", "dog"), count: int = 10, mode: str = "RGB") -> Path:
@@ -173,6 +188,12 @@ def _empty_class(root: Path) -> Path:
     return root / "bird"
 
 
+def _other_split(root: Path) -> Path:
+    _folder(root / "train")
+    _folder(root / "val")
+    return root
+
+
 def _test_class_unknown(root: Path) -> Path:
     _folder(root / "train")
     _folder(root / "test", ("cat", "cow"))
@@ -192,6 +213,7 @@ def _test_class_unknown(root: Path) -> Path:
         (_foreign, "not an image file"),
         (_deep, "images of mode 'I;16' are not read"),
         (_empty_class, "this class folder holds no images"),
+        (_other_split, "holds train/ beside val/; expected train/ and test/"),
         (_test_class_unknown, "this class is not among those of"),
     ],
 )

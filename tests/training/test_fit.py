@@ -339,6 +339,32 @@ def test_a_model_that_no_checkpoint_could_hold_is_refused_before_anything_is_wri
     assert not (tmp_path / "run").exists()
 
 
+class _Blind(nn.Sequential):
+    """No gradient leads back to its images."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = 1.0 * x
+        return super().forward(x.detach())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (_Blind(nn.Flatten(), nn.Linear(64, 10)), {}, "gradient"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Threshold(1e9, float("nan"))), {}, "logits are not finite"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 9)), {}, "the model has 9 outputs, digits has 10 classes"),
+        (_linear(), {"loggers": ["tensorbord"]}, "unknown logger 'tensorbord'; did you mean 'tensorboard'"),
+    ],
+)
+def test_what_could_only_fail_later_leaves_no_folder(
+    model: nn.Module, options: dict[str, Any], message: str, data: dale.Dataset, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        dale.fit(model, _row(), data, out=tmp_path / "run", device="cpu", **QUICK, **options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_free_folders_are_numbered(data: dale.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for number in (1, 2):

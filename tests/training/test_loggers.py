@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dale.errors import DaleError, UsageError
-from dale.training.loggers import flat, log_gallery, make_logger, results, scalars
+from dale.training.loggers import flat, log_gallery, make_logger, require_loggers, results, scalars
 
 RECORD = {
     "epoch": 2,
@@ -123,10 +123,10 @@ def test_training_goes_on_without_tensorboard(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_missing_package_is_named(tmp_path, monkeypatch, name):
+def test_a_missing_package_is_named(monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(DaleError, match=f"pip install {name}"):
-        make_logger([name], tmp_path)
+        require_loggers(["tensorboard", name])
 
 
 def test_processes_that_do_not_write_log_nothing(tmp_path, monkeypatch):
@@ -138,9 +138,9 @@ def test_processes_that_do_not_write_log_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_logger_gets_the_nearest_name(tmp_path):
+def test_an_unknown_logger_gets_the_nearest_name():
     with pytest.raises(UsageError, match="did you mean 'tensorboard'"):
-        make_logger(["tensorbord"], tmp_path)
+        require_loggers(["tensorbord"])
 
 
 def test_weights_and_biases_is_told_the_same(tmp_path, monkeypatch):

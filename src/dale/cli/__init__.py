@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         code: int = args._command(args)
         return code
     except DaleError as error:
-        print(f"dale: error: {error}", file=sys.stderr)
+        print(f"dale: error: {' '.join(str(error).split())}", file=sys.stderr)  # a user's own text may have lines
         return error.exit_code
     except KeyboardInterrupt:
         print("dale: interrupted", file=sys.stderr)

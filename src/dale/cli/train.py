@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
 from dale.cli.options import add_options, build_config
-from dale.errors import UsageError
+from dale.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from dale.training.config import RunConfig
@@ -78,9 +79,16 @@ def _run(args: argparse.Namespace) -> int:
 def check_early(args: argparse.Namespace, config: RunConfig) -> None:
     """Refuse now what would otherwise fail after an hour of training."""
     from dale.algorithms import find_row
+    from dale.data.load import locate
     from dale.evaluation import prepare_attacks
+    from dale.models.factory import require_model
     from dale.training.distributed import may_restart
+    from dale.training.loggers import require_loggers
 
+    with contextlib.suppress(DataError):  # a file may be on the machines of a cluster alone
+        locate(config.data.dataset)
+    require_model(config.model.name)
+    require_loggers(args.log)
     perturbations = config.build_objective().perturbations
     if perturbations is not None:
         prepare_attacks(args.attacks or (), perturbations)

@@ -42,7 +42,8 @@ def load_dataset(
     your own come in a random order, those of a named set in the order of its files.
     """
     text = os.fspath(name)
-    known = title = {_fold(choice): choice for choice in DATASETS}.get(_fold(text))
+    known, path = locate(text)
+    title = path.resolve().stem if known is None else known
     test: Split | None = None
     names: tuple[str, ...] | None = None
     if known == "digits":
@@ -54,18 +55,9 @@ def load_dataset(
         pool, test = _read_source(source, folder)
         names, defaults = source.class_names, {"validation": _DEFAULT_SIZE, "certification": _DEFAULT_SIZE}
     else:
-        path = Path(text).expanduser()
-        if path.is_dir():
-            pool, test, names = read_user_folder(path)
-        elif path.suffix == ".npz" or path.is_file():
-            pool, test, names = read_user_npz(path)
-        elif len(path.parts) > 1:
-            raise DataError(f"{path}: no such file or folder")
-        else:
-            raise unknown("dataset", text, (*DATASETS, "FILE.npz", "FOLDER"))
-        title, defaults = path.resolve().stem, {}
+        pool, test, names = read_user_folder(path) if path.is_dir() else read_user_npz(path)
+        defaults = {}
     require(isinstance(seed, int), f"seed must be an integer, got {seed!r}")
-    assert title is not None
     data = split_dataset(
         title,
         pool,
@@ -79,6 +71,17 @@ def load_dataset(
         file_order=known is not None,
     )
     return replace(data, source=text if known is None else known)
+
+
+def locate(text: str) -> tuple[str | None, Path]:
+    """What a text means: the name of a known data set, or the path of the user's own, which is there."""
+    path = Path(text).expanduser()
+    known = {_fold(choice): choice for choice in DATASETS}.get(_fold(text))
+    if known is None and not path.exists():
+        if len(path.parts) > 1 or path.suffix == ".npz":
+            raise DataError(f"{path}: no such file or folder")
+        raise unknown("dataset", text, (*DATASETS, "FILE.npz", "FOLDER"))
+    return known, path
 
 
 def _fold(name: str) -> str:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dale.errors import DataError
+from dale.errors import DataError, nearest
 
 _DEFLATE_RATIO = 1032  # deflate cannot expand by more than this factor
 _MAX_HEADER = 10_000
@@ -108,6 +108,9 @@ def read_npz(path: Path, names: tuple[str, ...], optional: tuple[str, ...] = ())
             if missing:
                 have = ", ".join(sorted(members)) or "nothing"
                 raise DataError(f"{path}: has no array {missing[0]!r} (it holds {have}); expected {', '.join(names)}")
+            for name in sorted(members.keys() - {*names, *optional}):
+                if meant := nearest(name, (*names, *optional)):
+                    raise DataError(f"{path}: has an array {name!r}; did you mean {meant!r}?")
             wanted = [name for name in (*names, *optional) if name in members]
             check_memory(sum(members[name].file_size for name in wanted), str(path))
             for name in wanted:

@@ -39,11 +39,7 @@ def read_user_npz(path: Path) -> Parts:
     if "groups" in arrays and "images_test" in arrays and "groups_test" not in arrays:
         raise DataError(f"{path}: has groups and test images, but no 'groups_test'")
     names = _names(arrays["class_names"], path) if "class_names" in arrays else None
-    num_classes = None if names is None else len(names)
-    if num_classes is None:
-        kinds = [_tensor(arrays[k], path, k) for k in ("labels", "labels_test") if k in arrays]
-        if all(not k.is_floating_point() and k.numel() for k in kinds):
-            num_classes = 1 + max(int(k.max()) for k in kinds)
+    num_classes = _num_classes(arrays, path) if names is None else len(names)
     if num_classes is not None and num_classes < 2:
         raise DataError(f"{path}: there is only one class; a classifier needs at least two")
     pool = _npz_split(arrays, "", num_classes, path)
@@ -53,13 +49,39 @@ def read_user_npz(path: Path) -> Parts:
     return pool, test, names
 
 
+def _num_classes(arrays: dict[str, NDArray[Any]], path: Path) -> int | None:
+    """How many classes there are: numbered 0, 1, ... without a gap. None where labels are no whole numbers.
+
+    A gap is a label that was mistyped, or labels that begin at 1: the model would have a class that no example is of.
+    """
+    labels = {k: arrays[k] for k in ("labels", "labels_test") if k in arrays}
+    if any(array.dtype.kind not in "ui" or not array.size for array in labels.values()):
+        return None  # which is refused with the labels themselves
+    found = {name: np.unique(array) for name, array in labels.items()}
+    distinct = np.unique(found["labels"])
+    least, most = int(distinct[0]), int(distinct[-1])
+    if least >= 0 and most >= len(distinct):
+        place = int(np.argmax(arrays["labels"].reshape(-1) == most))
+        raise DataError(
+            f"{path}: label {most} of example {place}, and {len(distinct)} different labels; expected 0 .. "
+            f"{len(distinct) - 1} (class_names, with a name for each, allows classes without examples)"
+        )
+    if int(found.get("labels_test", distinct)[-1]) > most:
+        raise DataError(f"{path}: labels_test hold {int(found['labels_test'][-1])}; labels end at {most}")
+    return most + 1
+
+
 def _names(array: NDArray[Any], path: Path) -> tuple[str, ...]:
     """Class names as text; NumPy's text may hold numbers that are no characters."""
     try:
         text = np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
-        return tuple(str(name) for name in text.reshape(-1))
+        names = tuple(str(name) for name in text.reshape(-1))
     except (SystemError, ValueError) as error:
         raise DataError(f"{path}: class_names hold what is not text") from error
+    twice = [name for number, name in enumerate(names) if name in names[:number]]
+    if twice:
+        raise DataError(f"{path}: class_names hold {twice[0]!r} twice")
+    return names
 
 
 def _size(split: Split) -> str:
@@ -67,11 +89,19 @@ def _size(split: Split) -> str:
 
 
 def _npz_split(arrays: dict[str, NDArray[Any]], suffix: str, num_classes: int | None, path: Path) -> Split:
-    images = _tensor(arrays["images" + suffix], path, "images" + suffix)
+    array = arrays["images" + suffix]
+    images = _tensor(array, path, "images" + suffix)
+    if array.dtype != np.uint8 and array.dtype.kind != "f":
+        raise DataError(f"{path}: images{suffix} must be bytes (uint8) or floats in [0, 1], got {array.dtype}")
     if images.ndim == 3:
         images = images.unsqueeze(1)
     elif images.ndim == 4 and images.shape[1] not in (1, 3) and images.shape[3] in (1, 3):
         images = images.permute(0, 3, 1, 2).contiguous()
+    if images.ndim != 4 or images.shape[1] not in (1, 3):
+        raise DataError(
+            f"{path}: images{suffix} must have shape (N, H, W), (N, H, W, C) or (N, C, H, W) with 1 or 3 channels, got "
+            f"{array.shape}"
+        )
     labels = _tensor(arrays["labels" + suffix], path, "labels" + suffix)
     groups = _tensor(arrays["groups" + suffix], path, "groups" + suffix) if "groups" + suffix in arrays else None
     return Split.of(images, labels, num_classes, groups, where=str(path) + (f" ({suffix[1:]} part)" if suffix else ""))
@@ -95,6 +125,9 @@ def read_user_folder(path: Path) -> Parts:
     """
     below = {child.name for child in path.iterdir() if child.is_dir()}
     has_test = {"train", "test"} <= below
+    if "train" in below and not has_test and len(below) > 1:
+        others = ", ".join(f"{name}/" for name in sorted(below - {"train"}))
+        raise DataError(f"{path}: holds train/ beside {others}; expected train/ and test/, or a folder per class")
     root = path / "train" if has_test or below == {"train"} else path
     names = tuple(sorted(child.name for child in _visible(root) if child.is_dir()))
     if len(names) < 2:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dale.components import import_object, is_import_path
-from dale.errors import UsageError, require, unknown
+from dale.errors import UsageError, require, told_of, unknown
 from dale.models.convnet import ConvNet, SmallCNN
 from dale.models.layers import ACTIVATIONS, normalisation
 from dale.models.preact import PreActResNet, WideResNet
@@ -36,6 +36,12 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = {
 
 MODELS: tuple[str, ...] = tuple(_BUILDERS)
 """The names that `create_model` knows."""
+
+
+def require_model(name: str) -> None:
+    """Raise for a name that is neither one of `MODELS` nor an import path."""
+    if name not in MODELS and not is_import_path(name):
+        raise unknown("model", name, (*MODELS, "package.module:Name"))
 
 
 class ImageData(Protocol):
@@ -72,6 +78,10 @@ def create_model(
     replace the initial ones.
     """
     if data is not None:
+        require(
+            hasattr(data, "image_shape"),
+            f"create_model: data must know its image_shape and num_classes, as data sets do; got {data!r:.80}",
+        )
         shape = data.image_shape
         channels = shape[0] if channels is None else channels
         size = (shape[1], shape[2]) if size is None else size
@@ -83,6 +93,7 @@ def create_model(
     require(min(sides) >= 1, f"create_model: size must be at least 1, got {size}")
     require(num_classes >= 2, f"create_model: num_classes must be at least 2, got {num_classes}")
 
+    require_model(name)
     options: dict[str, Any] = {"channels": channels, "num_classes": num_classes, "activation": activation}
     if name in _BUILDERS:
         if activation not in ACTIVATIONS:
@@ -95,11 +106,9 @@ def create_model(
                 options["dropout"] = (0.0, 0.0)
         normalise = normalisation(channels, getattr(data, "name", None))
         build = partial(_BUILDERS[name], **options, normalise=normalise)
-    elif is_import_path(name):
+    else:
         options["size"] = sides[0] if sides[0] == sides[1] else sides
         build = partial(_build_users, name, options)
-    else:
-        raise unknown("model", name, (*MODELS, "package.module:Name"))
     with _seeded(seed):
         model = build()
     if isinstance(init, str) and init.startswith(PREFIX):
@@ -160,7 +169,7 @@ def _build_users(name: str, options: dict[str, Any]) -> nn.Module:
         model = factory(**arguments)
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        raise UsageError(f"{name!r} could not be built with ({given}): {type(error).__name__}: {error}") from error
+        raise UsageError(f"{name!r} could not be built with ({given}): {told_of(error)}") from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"{name!r} returned {type(model).__name__}, expected an nn.Module")
     return model

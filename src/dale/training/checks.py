@@ -6,29 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from dale import random
+from dale.batch import Batch
 from dale.data import Dataset
 from dale.errors import UsageError, require, told_of
 from dale.models.weights import stored_tensors
-from dale.modes import sampling_mode
+from dale.modes import evaluating, sampling_mode
 from dale.objectives import Objective
 
 
 def check(model: nn.Module, objective: Objective, data: Dataset) -> None:
     """Refuse what could only fail later: a model whose outputs do not fit the labels, a promise nobody could judge."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    image = next(iter(data.train.first(1).batches(1))).to(device)
-    was = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits = model(image.images)
-    except Exception as error:  # a model of the user's may raise anything
-        shape = "x".join(map(str, data.image_shape))
-        told = told_of(error)
-        raise UsageError(f"the model does not accept images of {shape}, the shape of {data.name}: {told}") from error
-    finally:
-        for module, training in was:
-            module.training = training
+    logits = _logits(model, data)
     require(isinstance(logits, Tensor), f"the model returned {type(logits).__name__}; expected a tensor of logits")
     require(
         logits.dim() == 2 and len(logits) == 1,
@@ -38,7 +26,11 @@ def check(model: nn.Module, objective: Objective, data: Dataset) -> None:
         logits.shape[1] >= data.num_classes,
         f"the model has {logits.shape[1]} outputs, {data.name} has {data.num_classes} classes",
     )
+    require(bool(logits.isfinite().all()), "the model's logits are not finite, before it was trained at all")
     stored_tensors(model)  # what no checkpoint could hold is said now
+    objective.perturb(
+        model, _first(model, data), random.key(0)
+    )  # a model whose gradient leads nowhere cannot be climbed
     for constraint in objective.constraints:
         count = constraint.num_groups(data.num_classes, data.num_groups)
         trained, held_out = (
@@ -54,8 +46,7 @@ def check(model: nn.Module, objective: Objective, data: Dataset) -> None:
 
 def check_single(model: nn.Module, objective: Objective, data: Dataset) -> None:
     """Refuse steps on one example where BatchNorm has but one value of a channel then, say; nothing of it is left."""
-    example = next(iter(data.train.first(1).batches(1)))
-    batch = example.to(next((p.device for p in model.parameters()), example.images.device))
+    batch = _first(model, data)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with torch.random.fork_rng([]), sampling_mode(model, "train"):
@@ -72,16 +63,47 @@ def check_single(model: nn.Module, objective: Objective, data: Dataset) -> None:
             buffer.copy_(before)
 
 
-def homeless(model: nn.Module) -> list[str]:
-    """What to say of a model whose class only this program knows."""
+def _first(model: nn.Module, data: Dataset) -> Batch:
+    """The first training example, where the model is."""
+    example = next(iter(data.train.first(1).batches(1)))
+    return example.to(next((p.device for p in model.parameters()), example.images.device))
+
+
+def _logits(model: nn.Module, data: Dataset) -> Tensor:
+    """What the model returns for the first training example, in eval mode."""
+    image = _first(model, data).images
+    try:
+        with torch.no_grad(), evaluating(model):
+            return model(image)  # type: ignore[no-any-return]
+    except Exception as error:  # a model of the user's may raise anything
+        shape = "x".join(map(str, data.image_shape))
+        told = told_of(error)
+        raise UsageError(f"the model does not accept images of {shape}, the shape of {data.name}: {told}") from error
+
+
+def remarks(model: nn.Module, data: Dataset) -> list[str]:
+    """What to say of a model and data that go together, but hardly as they were meant."""
+    return [*_homeless(model), *_idle(model, data), *_empty(data)]
+
+
+def _homeless(model: nn.Module) -> list[str]:
     if type(model).__module__ != "__main__":
         return []
     name = type(model).__name__
     return [f"{name} is defined in the program itself: to load or resume this run elsewhere, move it to a module"]
 
 
-def empty(data: Dataset) -> list[str]:
-    """What to say of classes that no training example has: labels with gaps make such."""
+def _idle(model: nn.Module, data: Dataset) -> list[str]:
+    outputs = _logits(model, data).shape[1]
+    if outputs == data.num_classes:
+        return []
+    return [
+        f"the model has {outputs} outputs for {data.num_classes} classes: {outputs - data.num_classes} are never right"
+    ]
+
+
+def _empty(data: Dataset) -> list[str]:
+    # names or labels with gaps make such
     missing = (torch.bincount(data.train.labels.cpu(), minlength=data.num_classes) == 0).nonzero().flatten().tolist()
     if not missing:
         return []

@@ -22,11 +22,11 @@ from dale.objectives import Objective
 from dale.training import distributed
 from dale.training.averaging import AveragedModel
 from dale.training.certification import fingerprints, require_same_splits
-from dale.training.checks import check, check_single, empty, homeless
+from dale.training.checks import check, check_single, remarks
 from dale.training.config import DataConfig, ModelConfig, RunConfig, Training
 from dale.training.diagnosis import stuck
 from dale.training.fast import CapturedStep, Fast, make_step
-from dale.training.loggers import make_logger
+from dale.training.loggers import make_logger, require_loggers
 from dale.training.loop import Trainer
 from dale.training.parallel import DistributedStep, leaves_parameters_unused, synchronised
 from dale.training.progress import Progress
@@ -62,6 +62,13 @@ def fit(
     """
     if fast not in get_args(Fast):
         raise unknown("fast", fast, get_args(Fast))
+    require_loggers(loggers)
+    for name, value, kind in (
+        ("model", model, nn.Module),
+        ("objective", objective, Objective),
+        ("data", data, Dataset),
+    ):
+        require(isinstance(value, kind), f"fit: {name} must be a {kind.__name__}, got {value!r:.80}")
     config = _config(model, objective, data, config, training)
     settings = config.training
     check(model, objective, data)
@@ -116,7 +123,7 @@ def fit(
         try:
             board.start(to_plain(config))
             with Progress(total, done, progress and distributed.is_main()) as bar:
-                warnings = (*(notes or ()), *homeless(model), *empty(data))
+                warnings = (*(notes or ()), *remarks(model, data))
                 for note in (*(f"warning: {note}" for note in warnings), line):
                     bar.say(note)
                 step.say = bar.say

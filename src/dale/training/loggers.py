@@ -289,15 +289,21 @@ LOGGERS: dict[str, type[TensorBoard] | type[WeightsAndBiases] | type[MLflow]] = 
 }
 
 
+def require_loggers(names: Sequence[str]) -> None:
+    """Raise for an unknown name, and for a logger whose package is not there."""
+    for name in names:
+        if name not in LOGGERS:
+            raise unknown("logger", name, LOGGERS)
+        if name != "tensorboard":  # which says by itself that it is not there, and training goes on
+            _optional(name, name)
+
+
 def make_logger(names: Sequence[str], folder: Path | None, after: int | None = None) -> Logger:
     """Return the loggers of the given names as one.
 
     `after` drops what a resumed run will write again. Without a folder, as in all processes of a run but the first,
     nothing is logged.
     """
-    for name in names:
-        if name not in LOGGERS:
-            raise unknown("logger", name, LOGGERS)
     if folder is None:
         return Several([])
     return Several([LOGGERS[name](folder, after) for name in dict.fromkeys(names)])
