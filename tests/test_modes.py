@@ -101,6 +101,37 @@ def test_a_switch_that_fails_half_way_is_undone():
     assert flags(model) == [True, True]
 
 
+class Exported(nn.Module):
+    """An exported program: its flags say nothing, and its mode cannot be changed."""
+
+    def train(self, mode: bool = True) -> Exported:
+        raise NotImplementedError("Calling train() is not supported yet.")
+
+
+def test_a_program_whose_mode_is_fixed_is_taken_as_it_is():
+    model = nn.Sequential(Exported(), nn.Dropout())
+    with evaluating(model):
+        assert not any(flags(model))  # what comes after it is not left in train mode
+    assert flags(model) == [True, True, True]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript itself
+def test_a_frozen_script_has_no_mode():
+    model = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()))
+    assert not hasattr(model, "training")
+    for mode in ("eval", "train", "keep"):
+        with sampling_mode(model, mode):
+            assert model(torch.ones(1, 2)).shape == (1, 2)
+    assert not hasattr(model, "training")
+
+
+def test_a_model_in_the_wanted_mode_is_not_asked_again():
+    model = FailsToSwitch()
+    model.training = model.part.training = False
+    with evaluating(model):
+        assert not any(flags(model))
+
+
 def test_unknown_mode_is_named():
     with pytest.raises(UsageError, match="did you mean 'eval'"), sampling_mode(nn.Linear(1, 1), "evel"):
         pass

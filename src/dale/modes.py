@@ -22,16 +22,30 @@ def sampling_mode(model: nn.Module, mode: Mode = "eval") -> Iterator[None]:
     """Run a block with `model` in `mode` ("keep": as it is); every module's training flag is restored afterwards."""
     if mode not in get_args(Mode):
         raise unknown("mode", mode, get_args(Mode))
-    flags = [(module, module.training) for module in model.modules()]
+    # a frozen TorchScript module has no flag: its mode is fixed
+    flags = [(module, module.training) for module in model.modules() if hasattr(module, "training")]
+    wanted = mode == "train"
     try:
-        # through the model's own train(), so that a module which keeps a part of itself in eval mode still does
-        if mode != "keep":
-            model.train(mode == "train")
+        if mode != "keep" and any(training != wanted for _, training in flags):
+            _switch(model, wanted)
         yield
     finally:
         for module, training in flags:
             # plain assignment, since train() would recurse into children that have flags of their own
             module.training = training
+
+
+def _switch(model: nn.Module, training: bool) -> None:
+    """Switch through the model's own train(), so that a module which keeps a part of itself in eval mode still does.
+
+    An exported program, whose mode is fixed, refuses; in a model that contains one the others are switched by hand.
+    """
+    try:
+        model.train(training)
+    except NotImplementedError:
+        for module in model.modules():
+            if hasattr(module, "training"):
+                module.training = training
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import nn
 from dale.attacks import PGD, parse
 from dale.attacks.gradient import LOSSES
 from dale.batch import Batch
-from dale.perturbations import L2, Linf
+from dale.perturbations import L1, L2, Linf
 
 
 def test_fgsm_and_pgd_by_hand(batch: Batch) -> None:
@@ -49,7 +49,7 @@ def test_saturated_models_keep_their_gradient() -> None:
 
 
 class _Shift(nn.Module):
-    def __init__(self, by: float) -> None:
+    def __init__(self, by: float | torch.Tensor) -> None:
         super().__init__()
         self.by = by
 
@@ -81,6 +81,18 @@ def test_pgd_for_l2_by_hand() -> None:
     assert attack(model, batch, L2(epsilon=0.1), 0).flatten().tolist() == pytest.approx([-0.06, -0.08], abs=1e-6)
     long = PGD(steps=40, step_size=0.05, start="zero", keep_best=False)
     assert long(model, batch, L2(epsilon=1.0), 0).flatten().tolist() == pytest.approx([-0.3, -0.4], abs=1e-6)
+
+
+def test_l1_goes_on_where_pixels_stand_at_a_wall() -> None:
+    """One pixel a step, the steepest first: once it is white the next one's turn comes, till all of them are."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False), _Shift(torch.tensor([10.0, 0.0]))).eval()
+    model[1].weight.data = torch.tensor([[0.0, 0.0, 0.0, 0.0], [4.0, 3.0, 2.0, 1.0]])
+    batch = Batch.of(torch.full((1, 1, 2, 2), 0.6), torch.tensor([0]))
+    attack, ball = PGD(steps=4, start="zero", objective="margin", keep_best=False), L1(epsilon=2.0, active=0.25)
+    assert torch.allclose(attack(model, batch, ball, 0), torch.full((1, 1, 2, 2), 0.4))
+    white = Batch.of(torch.tensor([1.0, 0.6, 0.6, 0.6]).view(1, 1, 2, 2), torch.tensor([0]))
+    step = parse("fgsm")(model, white, L1(epsilon=0.2, active=0.25), 0)
+    assert step.flatten().tolist() == pytest.approx([0.0, 0.2, 0.0, 0.0])
 
 
 def test_restarts_search_only_what_stands() -> None:

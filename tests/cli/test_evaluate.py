@@ -111,6 +111,10 @@ def test_what_replaces_an_evaluation_has_its_curve_and_its_checks(run: Path, dal
     assert [a.name for a in second.attacks] == ["noise", "fgsm"]
     assert [p.epsilon for p in second.curve] == [p.epsilon for p in first.curve] == [0.05, 0.1]
     assert {a.name for a in second.alarms} >= {a.name for a in first.alarms} > set()
+    assert dale("evaluate", run, *common, "fgsm", "--epsilons", "0.2", "0.1").code == 0
+    assert [p.epsilon for p in Evaluation.load(run / "evaluation.json").curve] == [0.05, 0.1, 0.2]
+    assert dale("evaluate", run, *common, "--seed", "1", "--epsilons", "0.2").code == 0  # another one, beside it
+    assert [p.epsilon for p in Evaluation.load(run / "evaluation-seed1-noise.json").curve] == [0.2]
 
 
 def test_many_attacks_do_not_make_a_name_too_long_for_a_file(run: Path, dale: Dale) -> None:
@@ -152,6 +156,7 @@ def test_transfer_from_another_run(run: Path, dale: Dale) -> None:
         (["--attacks", "pgd"], "did you mean 'pgd20'"),
         (["--device", "quantum"], "no device 'quantum' here"),
         (["--examples", "0"], "at least 1"),
+        (["--seed", "99999999999999999999"], "seed must be a whole number from 0 to 2^63 - 1"),
         (["--model", "convnet"], "a run knows its model"),
         (["--set", "rotation", "--attacks", "square"], "square searches norm balls"),
         (["--attacks", "transfer:nowhere"], "nowhere"),
@@ -210,7 +215,7 @@ def test_mnist(tmp_path: Path, real_data: Path, dale: Dale, monkeypatch: pytest.
     e = Evaluation.load("run/evaluation.json")
     assert e.n == 64
     assert e.worst.value <= e["pgd20"].accuracy.value <= e.clean.value
-    assert len(e.alarms) == 7
+    assert len(e.alarms) == 8
 
 
 def test_a_stored_model_by_its_name(

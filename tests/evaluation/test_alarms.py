@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -22,10 +23,10 @@ def alarms(model: nn.Module, split: Split, *attacks: str) -> tuple[Evaluation, d
 
 def test_an_honest_model_raises_none(victim: Victim) -> None:
     e, seen = alarms(*victim)
-    names = ["deterministic", "finite gradients", "gradients", "more steps", "noise", "black box", "large epsilon"]
-    assert list(seen) == names
+    names = ["deterministic", "batch", "finite gradients", "gradients", "more steps", "noise", "black box"]
+    assert list(seen) == [*names, "large epsilon"]
     assert not e.warnings, e.warnings
-    assert "7 of 7 passed" in str(e)
+    assert "8 of 8 passed" in str(e)
 
 
 class Staircase(nn.Module):
@@ -46,6 +47,32 @@ def test_masked_gradients(victim: Victim) -> None:
     assert not seen["black box"].passed
     assert not seen["large epsilon"].passed
     assert "warning: gradients" in str(e)
+
+
+class CutOff(nn.Module):
+    """No graph at all leads from the logits to the images."""
+
+    def __init__(self, model: nn.Module, how: str) -> None:
+        super().__init__()
+        self.model, self.how = model, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "argmax":
+            return nn.functional.one_hot(self.model(x).argmax(dim=1), 10)
+        with torch.set_grad_enabled(self.how != "no_grad"):
+            return self.model(x.detach())
+
+
+@pytest.mark.parametrize("how", ["no_grad", "detach", "argmax"])
+def test_a_model_without_a_backward_pass_is_told_by_the_alarm(victim: Victim, how: str) -> None:
+    model, split = CutOff(victim[0], how), victim[1].first(40)
+    attacks = ["fgsm", "pgd3", "apgd5-ce", "apgd5-t", "fab5-t", "square200", "transfer:other"]
+    e = evaluate(model, split, BALL, attacks, sources={"other": model}, epsilons=[0.1], progress=False)
+    alarm = {alarm.name: alarm for alarm in e.alarms}["gradients"]
+    assert not alarm.passed
+    assert alarm.message.startswith(f"{e.clean.correct} of {e.clean.correct} examples have a gradient that is zero")
+    assert e["fgsm"].accuracy == e.clean
+    assert how == "argmax" or e["square200"].accuracy.value < e.clean.value  # classes show no way to a search either
 
 
 class Broken(nn.Module):
@@ -101,6 +128,81 @@ def test_a_random_model_gets_its_expectation_and_a_note(victim: Victim) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Together(nn.Module):
+    """Images less the mean of their batch, as a normalisation by the batch's own statistics does it."""
+
+    def __init__(self, model: nn.Module, share: float) -> None:
+        super().__init__()
+        self.model, self.share = model, share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x - self.share * (x.mean(dim=0) - 0.3))
+
+
+class InRow(nn.Module):
+    """A logit that depends on the image's place in the batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x) + torch.linspace(0.0, 1.0, len(x)).view(-1, 1)
+
+
+class NeedsCompany(nn.Module):
+    """BatchNorm in train mode refuses one image of one pixel in this way."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            raise ValueError("more than one value per channel, please")
+        return self.model(x)
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_logits_that_depend_on_the_company_ring(victim: Victim, size: int) -> None:
+    model, split = victim[0], victim[1].first(64)
+    for wrapped in (Together(model, 0.2), InRow(model)):
+        e = evaluate(wrapped, split, BALL, ["noise"], batch_size=size, progress=False)
+        seen = {alarm.name: alarm for alarm in e.alarms}
+        assert not seen["batch"].passed
+        assert "beside it in the batch" in seen["batch"].message
+        assert seen["deterministic"].passed
+    assert {alarm.name: alarm for alarm in alarms(NeedsCompany(model), split)[0].alarms}["batch"].message == (
+        "the model refuses a batch of one image or of 4: "
+        f"ValueError: more than one value per channel, please (test_alarms.py, line {_line_of_the_refusal()})"
+    )
+
+
+def _line_of_the_refusal() -> int:
+    return NeedsCompany.forward.__code__.co_firstlineno + 2
+
+
+class Halved(nn.Module):
+    """Logits in half precision, rounded by one part in a thousand, are no sign of anything."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x.to(torch.bfloat16).float()).bfloat16()
+
+
+def test_rounding_is_not_company(victim: Victim) -> None:
+    assert alarms(Halved(victim[0]), victim[1].first(64), "noise")[1]["batch"].passed
+
+
+def test_a_random_model_is_not_compared(victim: Victim) -> None:
+    alarm = alarms(Dropping(victim[0]), victim[1].first(20), "noise")[1]["batch"]
+    assert alarm.passed
+    assert "not compared" in alarm.message
+
+
 def test_expected_prediction_is_the_mean_of_probabilities() -> None:
     model = nn.Dropout(0.5).train()
     with torch.random.fork_rng([]):
@@ -113,12 +215,16 @@ def test_expected_prediction_is_the_mean_of_probabilities() -> None:
     assert torch.allclose(ours, expected, atol=1e-6)
 
 
-def test_noise_as_strong_as_the_gradient_rings() -> None:
-    many, few, none = (torch.arange(64) >= n for n in (20, 10, 0))
-    assert not _noise(many, few, 64).passed
-    assert not _noise(many, many, 64).passed
+def test_noise_that_breaks_what_the_gradient_does_not_rings() -> None:
+    many, few, none, all_ = (torch.arange(64) >= n for n in (20, 10, 0, 64))
+    alarm = _noise(many, few, 64)
+    assert not alarm.passed
+    assert alarm.message.startswith("10 of 64 examples stand against the gradient and fall to the worst of 10")
     assert _noise(few, many, 64).passed
     assert _noise(none, none, 64).passed
+    assert _noise(all_, all_, 64).passed  # at a large radius everything falls to both
+    assert _noise(torch.arange(64) >= 11, few, 64).passed  # one is luck
+    assert not _noise(torch.arange(64).flip(0) >= 10, few, 64).passed  # as many, but others
 
 
 def test_steps_that_still_help_ring() -> None:

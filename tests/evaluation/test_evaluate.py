@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dale.attacks import Attack, Budget, Hunt, parse
 from dale.certificates import clopper_pearson
 from dale.data import Split
 from dale.errors import CheckpointError, NumericsError, UsageError
 from dale.evaluation import Evaluation, evaluate
+from dale.evaluation.judge import Expected
+from dale.evaluation.sizing import memory_per_example
 from dale.perturbations import L2, Linf, Rotation
 from dale.random import Key
 
@@ -100,8 +104,111 @@ def test_half_precision_models_are_judged_in_float32(victim: Victim) -> None:
 
 def test_images_of_another_shape_are_refused_in_one_line(victim: Victim) -> None:
     other = nn.Sequential(nn.Flatten(), nn.Linear(7, 10))
-    with pytest.raises(UsageError, match=r"does not take images of 1x8x8, which these data have: mat1 and mat2"):
+    with pytest.raises(
+        UsageError, match=r"does not take images of 1x8x8, which these data have: RuntimeError: mat1 and mat2"
+    ):
         quiet(other, victim[1], BALL, ["fgsm"])
+
+
+class Answers(nn.Module):
+    """What a function of a model and images makes of them."""
+
+    def __init__(self, model: nn.Module, answer: Callable[[nn.Module, Tensor], object]) -> None:
+        super().__init__()
+        self.model, self.answer = model, answer
+
+    def forward(self, x: Tensor) -> object:
+        return self.answer(self.model, x)
+
+
+def _wants_more(model: nn.Module, x: Tensor) -> object:
+    torch._assert(x.shape[-1] == 224, "an image of 224 pixels, please\nmore about it")
+    return model(x)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda model, x: (model(x), x), r"returned a tuple for (1|8) images; expected logits \((1|8), 10\)$"),
+        (lambda model, x: {"logits": model(x)}, "returned a dict for"),
+        (lambda model, x: model(x)[:, :3], "has 3 outputs for data of 10 classes"),
+        (lambda model, x: x.nothing, "does not take images of 1x8x8, which these data have: AttributeError"),
+        (
+            _wants_more,
+            r"does not take images of 1x8x8, .*: AssertionError: an image .*, please \(test_evaluate.py, line",
+        ),
+    ],
+)
+def test_what_a_model_or_a_source_cannot_do_is_said_in_one_line_and_at_once(
+    victim: Victim, answer: Callable[[nn.Module, Tensor], object], words: str
+) -> None:
+    model, split = victim[0], victim[1].first(8)
+    with pytest.raises(UsageError, match=f"^the model {words}") as told:
+        quiet(Answers(model, answer), split, BALL, ["fgsm"])
+    assert "\n" not in str(told.value)
+    asked: list[Hunt] = []
+    with pytest.raises(UsageError, match=f"^transfer:other: the source {words}"):
+        quiet(model, split, BALL, [Watched(asked), "transfer:other"], sources={"other": Answers(model, answer)})
+    assert not asked
+
+
+@dataclass(frozen=True, kw_only=False)
+class Watched(Attack):
+    """An attack that tells whether it was run."""
+
+    asked: list[Hunt] = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        return "watched"
+
+    def budget(self, num_classes: int) -> Budget:
+        return Budget(steps=0)
+
+    def search(self, hunt: Hunt, number: int, key: Key) -> None:
+        self.asked.append(hunt)
+
+
+def test_a_model_that_writes_into_its_input_gets_the_numbers_of_one_that_does_not(victim: Victim) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
+    images = next(victim[1].batches(60)).images
+    plain = Answers(network, lambda model, x: model(x.sub(0.3).div(0.4)))
+    inside = Answers(network, lambda model, x: model(x.sub_(0.3).div_(0.4)))
+    labels = plain(images).argmax(1)  # type: ignore[attr-defined]
+    split = Split.of(images.clone(), labels, 10)  # floats are the images themselves, of which no copy is made
+    attacks = ["fgsm", "pgd3", "square20", "transfer:itself"]
+    found = [
+        quiet(model, split, BALL, attacks, sources={"itself": model}, epsilons=[0.1], checks=True)
+        for model in (plain, inside)
+    ]
+    assert torch.equal(split.images, images)
+    assert found[1].clean.value == 1.0
+    assert not found[1].notes
+    assert found[0].curve == found[1].curve
+    assert found[0].alarms == found[1].alarms
+    for name, outcome in found[0].examples.items():
+        assert torch.equal(outcome, found[1].examples[name]), name
+    batch = next(split.batches(60))
+    assert torch.equal(*(parse("pgd3")(model, batch, BALL, 0) for model in (plain, inside)))
+    assert torch.equal(*(Expected(model, 3)(batch.images) for model in (plain, inside)))
+    assert torch.equal(batch.images, images)
+    assert memory_per_example(inside, images[:2]) >= 64 * 4  # on a GPU it is asked for the batch size first
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_logits_of_another_precision(victim: Victim, dtype: torch.dtype) -> None:
+    model, split = victim[0], victim[1].first(60)
+    other = Answers(model, lambda model, x: model(x).to(dtype))
+    attacks = ["fgsm", "pgd5", "pgd5-last", "pgd5-kl", "apgd5-ce", "apgd5-t", "fab5-t", "square20", "transfer:it"]
+    one, two = (quiet(m, split, BALL, attacks, sources={"it": m}, epsilons=[0.1]) for m in (model, other))
+    for name in attacks:
+        assert abs(one[name].accuracy.correct - two[name].accuracy.correct) <= 2, name
+    batch = next(split.batches(60))
+    delta = parse("pgd5")(other, batch, BALL, 0)
+    assert delta.dtype == torch.float32
+    fallen = (model(batch.images + delta).argmax(1) != batch.labels) & one.examples["clean"]
+    assert abs(int(fallen.sum()) - (one.clean.correct - one["pgd5"].accuracy.correct)) <= 2
 
 
 def test_seeds_are_honoured(victim: Victim) -> None:
@@ -149,7 +256,7 @@ def test_file_round_trip_and_text(victim: Victim, tmp_path: Path) -> None:
     plain = json.loads((tmp_path / "evaluation.json").read_text())
     assert plain["attacks"][0]["accuracy"]["lower"] < e["pgd3"].accuracy.value
     assert plain["environment"]["torch"] == torch.__version__
-    assert len(plain["alarms"]) == 7
+    assert len(plain["alarms"]) == 8
     assert plain["precision"] == "ieee"
     text = str(e)
     for word in ("pgd3", "L2(epsilon=0.5)", "upper bound on the true robust accuracy", "nominal loss", "class", "0.8"):
@@ -192,6 +299,8 @@ def test_saved_examples_fool_the_model(victim: Victim, tmp_path: Path) -> None:
         ({"attacks": [], "rho": -1.0}, "rho"),
         ({"attacks": [], "epsilons": [0.1, -0.1]}, "above 0"),
         ({"attacks": ["transfer:x"]}, "no such source"),
+        ({"attacks": [], "seed": 99999999999999999999}, r"seed must be a whole number from 0 to 2\^63 - 1, got 9999"),
+        ({"attacks": [], "seed": -1}, "seed must be"),
     ],
 )
 def test_bad_requests(victim: Victim, options: dict[str, object], words: str) -> None:

@@ -140,6 +140,51 @@ class OtherGradient(Base):
         return super().forward(x * gate)
 
 
+class _Once(torch.autograd.Function):
+    """The backward pass of a compiled model gives its memory away: a graph serves once."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.used = False
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        if ctx.used:
+            raise RuntimeError("donated buffers")
+        ctx.used = True
+        return gradient
+
+
+class GraphServesOnce(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_Once.apply(x))
+
+
+class AnswersInDouble(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).double()
+
+
+class AnswersInHalf(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).half()
+
+
+class RoundsByPlace(Base):
+    """As another order of summation does: it differs in the last digits that parameters in float32 have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).double() * (1.0 + 1e-6 * torch.arange(len(x)).view(-1, 1))
+
+
+class HalfDependent(Base):
+    """One percent of its neighbours: less than half precision might compute, more than it rounds an output by."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - 0.02 * x.mean(0, keepdim=True)).half()
+
+
 class WorksOnce(Base):
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "used"):
@@ -181,6 +226,11 @@ class FailsInTraining(Base):
         (OtherGradient, "traceable", "warn", "^The fast path stays off: .* another gradient"),
         (WaitsInTraining, "traceable", "warn", "^On a GPU the fast path stays off: .* waited for"),
         (BranchesOnData, "gradient", "ok", "reach the input"),
+        (GraphServesOnce, "gradient", "ok", "reach the input"),
+        (AnswersInDouble, "batch", "ok", "do not depend"),
+        (AnswersInHalf, "batch", "ok", "do not depend"),
+        (RoundsByPlace, "batch", "ok", "do not depend"),
+        (HalfDependent, "batch", "fail", "depend on the rest of the batch"),
         (HasUnused, "training", "warn", "2 parameters have no part in the output, first extra.weight"),
         (NothingToTrain, "training", "fail", "nothing to train"),
         (FailsInTraining, "training", "fail", "fails: RuntimeError"),
@@ -269,6 +319,15 @@ def test_the_model_comes_back_as_it_was():
     assert torch.equal(model.fc.weight.grad, torch.ones(3, 64))
     assert model.fc.bias.grad is None
     assert model.norm.weight.grad is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript itself
+def test_a_scripted_model_comes_back_as_it_was():
+    """The buffers of TorchScript modules are not kept in a dictionary of Python's."""
+    model = torch.jit.script(nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3)))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert check_model(model, SHAPE, 3).ok
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
 def test_models_that_cannot_be_looked_at_are_refused():

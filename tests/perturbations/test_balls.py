@@ -218,6 +218,38 @@ def test_l1_moves_the_share_it_was_given():
             L1(epsilon=1.0, active=active)
 
 
+def test_l1_leaves_out_what_stands_at_a_wall():
+    ball = L1(epsilon=1.0, active=0.25)
+    x = torch.tensor([[0.7, 0.2, 0.5, 0.5]])
+    gradient = torch.tensor([[4.0, -3.0, 2.0, 1.0]])
+    for delta, expected in (
+        ([0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]),
+        ([0.3, 0.0, 0.0, 0.0], [0.0, -1.0, 0.0, 0.0]),  # the first is white
+        ([0.3, -0.2, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]),  # and the second black
+        ([-0.7, 0.8, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]),  # from the other wall there is a way
+        ([0.3, -0.2, 0.5, 0.5], [0.0, 0.0, 0.0, 0.0]),
+    ):
+        assert torch.equal(ball.ascent(gradient, torch.tensor([delta]), x), torch.tensor([expected]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_l1_knows_a_wall_that_the_projection_reached(dtype):
+    """Whatever the rounding of x + delta: the projection's room is none of ascent's."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.rand(50, 64, generator=generator).to(dtype)
+    ball = L1(epsilon=100.0, active=1.0)
+    outwards = torch.randn(50, 64, generator=generator).to(dtype)
+    corner = ball.project(10.0 * outwards.sign(), x)
+    assert not ball.ascent(outwards, corner, x).any()
+    assert torch.equal(ball.ascent(-outwards, corner, x), ball.steepest(-outwards))
+
+
+@pytest.mark.parametrize("ball", [Linf(epsilon=0.5), L2(epsilon=0.5)])
+def test_the_other_balls_climb_along_the_steepest_direction_everywhere(ball):
+    gradient, x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3)), torch.tensor([[0.0, 1.0, 0.5] * 2] * 4)
+    assert torch.equal(ball.ascent(gradient, torch.zeros(4, 6), x), ball.steepest(gradient))
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1.0, 1e30])
 def test_l2_direction_of_tiny_and_huge_gradients(size):
     direction = L2(epsilon=1.0).steepest(torch.tensor([[3.0 * size, 4.0 * size]]))

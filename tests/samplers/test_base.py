@@ -72,6 +72,31 @@ def test_a_model_that_returns_nan_is_noticed():
         pgd(2)(lambda x: x.flatten(1)[:, :3] * torch.nan, make_batch(), L2(epsilon=0.1), CrossEntropy(), key=0)
 
 
+def test_a_model_that_writes_into_its_input_is_given_its_own():
+    weight = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
+    batch = make_batch()
+    images = batch.images.clone()
+    inside, plain = lambda x: x.sub_(0.5).flatten(1) @ weight, lambda x: (x - 0.5).flatten(1) @ weight
+    found = [pgd(2, start="gaussian")(model, batch, Linf(epsilon=0.1), KL(), key=0) for model in (inside, plain)]
+    assert torch.equal(batch.images, images)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "detach"])
+def test_a_model_through_which_no_gradient_leads_is_refused(grad):
+    """Zeros in its place would train against noise, and nobody would know."""
+    weight = torch.randn(16, 3, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
+
+    def model(x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(grad):
+            return x.detach().flatten(1) @ weight
+
+    with pytest.raises(UsageError, match="no gradient leads from the model's output back to its input"):
+        pgd(2)(model, make_batch(), Linf(epsilon=0.1), CrossEntropy(), key=0)
+    # where nothing is climbed, none is needed
+    UniformNoise(num_samples=2)(model, make_batch(), Linf(epsilon=0.1), CrossEntropy(), key=0)
+
+
 def test_clean_logits_are_computed_once_and_only_where_needed():
     batch, ball = make_batch(), Linf(epsilon=0.1)
     model = Counting(make_model())

@@ -85,7 +85,7 @@ class AutoPGD(Kernel):
         """Move, evaluate, and at a checkpoint reconsider the step sizes."""
         delta, before = state["delta"], state["before"]
         eta = _rows(state["eta"], delta)
-        target = problem.project(delta + eta * problem.perturbations.steepest(state["gradient"]))
+        target = problem.project(delta + eta * problem.perturbations.ascent(state["gradient"], delta, problem.x))
         if number > 0:
             target = problem.project(delta + _MOMENTUM * (target - delta) + (1.0 - _MOMENTUM) * (delta - before))
         value, gradient = problem.value_and_gradient(target)

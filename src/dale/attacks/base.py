@@ -132,7 +132,7 @@ class Attack(Component, ABC):
         self.supports(perturbations)
         attack, root = self.prepared(perturbations), make_key(key).fold(self.stream)
         with evaluating(model), frozen(model), torch.no_grad():
-            clean_logits = model(batch.images)
+            clean_logits = model(batch.images.clone()).to(batch.images.dtype)  # a model may write into its input
             shape = perturbations.shape(tuple(batch.images.shape[1:]))
             delta = batch.images.new_zeros((len(batch), *shape))
             margin = clean_logits.new_full((len(batch),), -torch.inf)

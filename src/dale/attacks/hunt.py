@@ -75,9 +75,13 @@ class Hunt(Problem):
         self.seen = self.margin
         self.found = Found(self.best.clone(), self.margin.clone(), self.blind.clone())
 
+    def _logits(self, x: Tensor, delta: Tensor) -> Tensor:
+        """The model's logits on G(x, delta), in the images' precision, whichever the model answers in."""
+        return self.model(self.perturbations.apply(x, delta)).to(x.dtype)
+
     def potential(self, delta: Tensor) -> Tensor:
         """U(delta) of each example; the margins at delta are remembered."""
-        logits = self.model(self.perturbations.apply(self.x, delta))
+        logits = self._logits(self.x, delta)
         assert self.loss is not None
         if self.keep_best:
             self.note(delta.detach(), logits.detach())
@@ -104,11 +108,15 @@ class Hunt(Problem):
             value = value.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         return value, gradient
 
+    def cut_off(self, delta: Tensor) -> Tensor:
+        """No gradient at all is a gradient of zero: the attack goes on as it can, and an alarm tells."""
+        return torch.zeros_like(delta)
+
     def query(self, delta: Tensor) -> Tensor:
         """Return the logits at delta, remembering the margins."""
         self.found.queries += len(self.batch)
         with torch.no_grad():
-            logits = self.model(self.perturbations.apply(self.x, delta))
+            logits = self._logits(self.x, delta)
         self.note(delta, logits)
         return logits
 
@@ -117,7 +125,7 @@ class Hunt(Problem):
         self.found.queries += len(rows)
         moved, labels = delta[rows], self.batch.labels[rows]
         with torch.no_grad():
-            logits = self.model(self.perturbations.apply(self.x[rows], moved))
+            logits = self._logits(self.x[rows], moved)
         margin = _MARGIN(logits, None, labels).nan_to_num(nan=torch.inf)
         better = (margin > self.margin[rows]).nonzero().squeeze(1)
         if len(better) > 0:

@@ -170,7 +170,7 @@ class Transfer(Attack):
         """Attack the source, then ask this model."""
         assert self.model is not None
         with evaluating(self.model), frozen(self.model):
-            clean = self.model(hunt.x)
+            clean = self.model(hunt.x.clone()).to(hunt.x.dtype)  # a copy: a model may write into its input
             assert hunt.clean_logits is not None
             needed, given = hunt.clean_logits.shape[1], clean.shape[1]
             require(given >= needed, f"{self.name}: the source has {given} outputs, and this model {needed}")

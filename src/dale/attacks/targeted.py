@@ -40,13 +40,14 @@ class TargetMargin(Loss):
 class TargetedDLR(TargetMargin):
     """(f_t - f_y) / (f_(1) - (f_(3) + f_(4)) / 2), the targeted difference-of-logits ratio of Croce and Hein.
 
-    With three classes the denominator is f_(1) - f_(3); with two there is no third, and the loss is the margin.
+    With fewer than four classes the loss is the margin: of three, f_(1) - f_(3) would make the ratio minus one whatever
+    the logits are, without a gradient, where the target is the last class.
     """
 
     def value(self, logits: Tensor, clean: Tensor, labels: Tensor) -> Tensor:
         """The target's margin, indifferent to the scale of the logits."""
         margin = super().value(logits, clean, labels)
-        if logits.shape[1] < 3:
+        if logits.shape[1] < 4:
             return margin
-        top = logits.topk(min(4, logits.shape[1]), dim=1).values
+        top = logits.topk(4, dim=1).values
         return margin / (top[:, 0] - top[:, 2:].mean(dim=1) + 1e-12)

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         file = out = out / f"evaluation-{beside}.json"
         before = {}
     curve = before.get("curve", []) if args.out is None else []  # what replaces it has its radii too
-    radii = [number(text, "--epsilons") or 0.0 for text in args.epsilons or []] or [p["epsilon"] for p in curve]
+    radii = [number(text, "--epsilons") or 0.0 for text in args.epsilons or []] + [p["epsilon"] for p in curve]
     evaluation = evaluate(
         model,
         data,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dale.attacks import PGD, Attack, Hunt, RandomSearch, Square
+from dale.errors import told_of
 from dale.evaluation.judge import quiet_randomness
 from dale.evaluation.results import Alarm
 from dale.evaluation.resume import Progress
@@ -22,6 +23,8 @@ _EXAMPLES = {"cpu": 64, "cuda": 512}
 _STEPS, _MORE_STEPS = 20, 100
 _QUERIES = 200
 _DRAWS = 10
+_COMPANY = 4  # images that are looked at in other batches
+_GAP = 1e-2  # of the largest logit: half precision inside a model rounds by less, statistics of a batch move by more
 
 
 class _Left(Protocol):
@@ -41,7 +44,7 @@ def raise_alarms(
 ) -> tuple[Alarm, ...]:
     """Run every check on the first correctly classified examples, and compare the attacks that were run on all."""
     places = session.correct.nonzero().squeeze(1)[: _EXAMPLES.get(session.device.type, 64)]
-    alarms = [_deterministic(random), _finite(standing, blind)]
+    alarms = [_deterministic(random), _company(session, random), _finite(standing, blind)]
     if len(places) == 0:
         return tuple(alarms)
     part = torch.zeros_like(session.correct).index_fill(0, places, True)
@@ -70,6 +73,27 @@ def _deterministic(random: bool) -> Alarm:
         else "the model gives the same logits for the same image"
     )
     return Alarm("deterministic", not random, message)
+
+
+def _company(session: Session, random: bool) -> Alarm:
+    """An image's logits are its own: a batch made up otherwise, of one image or in turned order, gives the same."""
+    name, images = "batch", session.split.convert(session.split.images[:_COMPANY])
+    if random:
+        return Alarm(name, True, "not compared: the model is random, and its logits differ in any batch")
+    expected = session.clean_logits[: len(images)]
+    alone, together = (replace(session.judge, batch_size=size) for size in (1, len(images)))
+    try:
+        others = alone.logits(images), together.logits(images.flip(0)).flip(0)
+    except Exception as error:  # a model of the user's may raise anything
+        return Alarm(name, False, f"the model refuses a batch of one image or of {len(images)}: {told_of(error)}")
+    gap = float((torch.stack(others) - expected).abs().max())
+    if not gap <= _GAP * float(expected.abs().max()):
+        text = (
+            f"an image's logits move by {gap:.3g} with the images beside it in the batch: accuracies hold for these "
+            "batches alone, and another batch size gives others; look for BatchNorm without running statistics"
+        )
+        return Alarm(name, False, text)
+    return Alarm(name, True, "an image's logits do not depend on the images beside it in the batch")
 
 
 def _finite(standing: Mapping[str, Tensor], blind: Mapping[str, Tensor]) -> Alarm:
@@ -114,11 +138,11 @@ def _steps(short: Tensor, long: Tensor, count: int) -> Alarm:
 
 
 def _noise(noise: Tensor, gradient: Tensor, count: int) -> Alarm:
-    a, b = count - int(noise.sum()), count - int(gradient.sum())
-    message = f"{a} of {count} examples fall to the worst of {_DRAWS} random draws, {b} to the gradient"
-    if a > max(1, 0.02 * count) and a >= 0.9 * b:
-        text = f"{message}: noise is as strong as the gradient, so the gradient does not show the way (masking)"
-        return Alarm("noise", False, text)
+    """Examples that fall to noise although they stand against the gradient; many fall to both at a large radius."""
+    alone = int((gradient & ~noise).sum())
+    message = f"{alone} of {count} examples stand against the gradient and fall to the worst of {_DRAWS} random draws"
+    if alone > max(1, 0.02 * count):
+        return Alarm("noise", False, f"{message}: the gradient does not show the way (masking, or many local maxima)")
     return Alarm("noise", True, message)
 
 

@@ -21,11 +21,11 @@ from dale.attacks import Attack, parse
 from dale.components import to_plain
 from dale.data import Dataset, Split
 from dale.environment import environment, kept_memory
-from dale.errors import DaleError, UsageError, require, require_non_negative
+from dale.errors import require, require_non_negative
 from dale.evaluation.alarms import blind_text, raise_alarms
 from dale.evaluation.curve import accuracy_curve, check_radii
 from dale.evaluation.display import Display
-from dale.evaluation.judge import Expected, Judge, check_finite, float32_model, planned_kernels
+from dale.evaluation.judge import Expected, Judge, asking, check_finite, float32_model, planned_kernels
 from dale.evaluation.replica import search_replica
 from dale.evaluation.results import Accuracy, AttackResult, Evaluation, Loss
 from dale.evaluation.resume import Ledger, Progress, fingerprint
@@ -72,10 +72,10 @@ def evaluate(
     `epsilons` adds the accuracy over these radii; `save_examples` names a .safetensors file for the perturbed images.
     """
     began = time.perf_counter()
+    require(0 <= seed < 2**63, f"the seed must be a whole number from 0 to 2^63 - 1, got {seed!r}")
     radii = check_radii(epsilons, perturbations) if epsilons else ()
     require(batch_size is None or batch_size >= 1, f"batch_size must be at least 1, got {batch_size!r}")
-    if rho is not None:
-        require_non_negative(perturbations, rho=rho)
+    require_non_negative(perturbations, rho=rho)
     split, class_names = (data.test, data.class_names) if isinstance(data, Dataset) else (data, ())
     split = split if examples is None else split.first(examples)
     require(len(split) > 0, "there are no examples to evaluate")
@@ -90,8 +90,11 @@ def evaluate(
         judged = float32_model(model, place)
         for context in (evaluating(judged), frozen(judged), planned_kernels(), kept_memory(place)):
             stack.enter_context(context)
-        size = min(batch_size or default_batch_size(judged, split.convert(split.images[:16])), len(split))
+        first = split.convert(split.images[:16])
+        with asking("the model", first):
+            size = min(batch_size or default_batch_size(judged, first), len(split))
         session, notes = _session(judged, split, size, seed, strict)
+        _ask_sources(others, first[:1], session.clean_logits.shape[1])
         mark = _mark(session, perturbations, seed, size, others)
         partial = None if target is None else target.with_name(f"{target.stem}.partial.safetensors")
         ledger = Ledger.open(partial, mark, session.clean_logits[:_PROBED])
@@ -170,18 +173,21 @@ def _target(out: str | Path | None) -> Path | None:
     return path if path.suffix == ".json" else path / "evaluation.json"
 
 
+def _ask_sources(sources: Mapping[str, nn.Module], image: Tensor, num_outputs: int) -> None:
+    """Refuse what a source cannot be asked for now, and not in the middle of the attacks."""
+    for name, source in sources.items():
+        who = f"transfer:{name}: the source"
+        with asking(who, image), evaluating(source):
+            Judge(source, 1, num_outputs, who=who).logits(image)
+
+
 def _session(model: nn.Module, split: Split, size: int, seed: int, strict: bool) -> tuple[Session, list[str]]:
     """Judge the clean images, and prepare the model for the search."""
     notes: list[str] = []
     judge = Judge(model, size, split.num_classes, seed)
     first = split.convert(split.images[:size])
-    try:
+    with asking("the model", first):
         logits = judge.logits(first)
-    except (DaleError, torch.OutOfMemoryError):
-        raise
-    except (RuntimeError, ValueError) as error:
-        shape, line = "x".join(map(str, first.shape[1:])), (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"the model does not take images of {shape}, which these data have: {line}") from error
     check_finite(logits)
     again = Judge(model, size, split.num_classes, seed + 1).logits(first)
     precision = "tf32" if split.labels.device.type == "cuda" and not strict else "ieee"

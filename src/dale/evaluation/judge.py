@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dale.errors import NumericsError, UsageError
+from dale.errors import DaleError, NumericsError, UsageError, told_of
 from dale.perturbations import PerturbationSet
 
 IN_SET_TOLERANCE = 1e-6
@@ -57,6 +57,18 @@ def quiet_randomness(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def asking(who: str, images: Tensor) -> Iterator[None]:
+    """Run a block that asks a model for the first time: whatever that raises becomes one line about `who`."""
+    try:
+        yield
+    except (DaleError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model of the user's may raise anything
+        shape = "x".join(map(str, images.shape[1:]))
+        raise UsageError(f"{who} does not take images of {shape}, which these data have: {told_of(error)}") from error
+
+
 def float32_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model itself where it is in float32 on the device, else such a copy."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -75,8 +87,8 @@ class Expected(nn.Module):
         self.model, self.passes = model, passes
 
     def forward(self, x: Tensor) -> Tensor:
-        """Log-probabilities of the averaged prediction."""
-        logs = torch.stack([self.model(x).float().log_softmax(dim=1) for _ in range(self.passes)])
+        """Log-probabilities of the averaged prediction; each pass has the input to itself, to write into it even."""
+        logs = torch.stack([self.model(x.clone()).float().log_softmax(dim=1) for _ in range(self.passes)])
         return logs.logsumexp(dim=0)
 
 
@@ -91,6 +103,7 @@ class Judge:
     batch_size: int
     num_classes: int
     seed: int = 0
+    who: str = "the model"
 
     def logits(self, images: Tensor) -> Tensor:
         """Return the logits of each image, in strict float32."""
@@ -104,7 +117,8 @@ class Judge:
             for first in range(0, len(images), self.batch_size):
                 part = images[first : first + self.batch_size]
                 fill = self.batch_size - len(part)
-                full = torch.cat([part, part[:1].expand(fill, *part.shape[1:])]) if fill else part
+                # a copy in any case: a model may write into its input
+                full = torch.cat([part, part[:1].expand(fill, *part.shape[1:])]) if fill else part.clone()
                 logits = self.model(full)
                 self._check(logits)
                 out.append(logits[: len(part)].float())
@@ -129,14 +143,16 @@ class Judge:
         """The perturbed images as they are judged: rounding may not carry them out of [0, 1]."""
         return perturbations.apply(x, delta).clamp(0.0, 1.0)
 
-    def _check(self, logits: Tensor) -> None:
+    def _check(self, logits: object) -> None:
+        expected = f"expected logits ({self.batch_size}, {self.num_classes})"
+        if not isinstance(logits, Tensor):
+            raise UsageError(f"{self.who} returned a {type(logits).__name__} for {self.batch_size} images; {expected}")
         if logits.dim() != 2 or len(logits) != self.batch_size:
             raise UsageError(
-                f"the model returned shape {tuple(logits.shape)} for {self.batch_size} images; "
-                f"expected logits ({self.batch_size}, {self.num_classes})"
+                f"{self.who} returned shape {tuple(logits.shape)} for {self.batch_size} images; {expected}"
             )
         if logits.shape[1] < self.num_classes:
-            raise UsageError(f"the model has {logits.shape[1]} outputs for data of {self.num_classes} classes")
+            raise UsageError(f"{self.who} has {logits.shape[1]} outputs for data of {self.num_classes} classes")
 
 
 def check_finite(logits: Tensor) -> None:

@@ -79,7 +79,7 @@ def _agrees(replica: nn.Module, images: Tensor, logits: Tensor, precision: str =
     try:
         with torch.no_grad(), matmul_precision(images.device, precision):
             for count in _COMPARED:
-                gap = (replica(images[:count]) - logits[:count]).abs().max()
+                gap = (replica(images[:count].clone()) - logits[:count]).abs().max()
                 if not bool(gap <= _AGREEMENT[precision] * logits.abs().max()):
                     return False
     except Exception:  # a view that the other layout does not allow, say

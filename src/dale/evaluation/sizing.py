@@ -25,7 +25,8 @@ def memory_per_example(model: nn.Module, images: Tensor) -> float:
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        logits = model(images.detach().clone().requires_grad_(True))
+        # the clone asks for a gradient and is no leaf: a model may write into it
+        logits = model(images.detach().requires_grad_(True).clone())
     del logits  # alive until here, so that no two tensors shared a place
     return sum(kept.values()) / len(images)
 

@@ -206,6 +206,11 @@ class L1(_Ball):
         direction = torch.zeros_like(flat).scatter(1, top, signs / share)
         return direction.view_as(gradient).to(gradient.dtype)
 
+    def ascent(self, gradient: Tensor, delta: Tensor, x: Tensor) -> Tensor:
+        """The steepest direction among the coordinates that can move: a few at a wall would be chosen for ever."""
+        free = _room(gradient, x + delta) > torch.finfo(x.dtype).eps  # a wall is reached up to the rounding of the sum
+        return self.steepest(torch.where(free, gradient, 0.0))
+
     def project(self, delta: Tensor, x: Tensor) -> Tensor:
         """Solve sum_i clip(|v_i| - m, 0, b_i) = eps for m by sorted breakpoints."""
         # m is as large as |v|, and its digits below eps decide: float32 has none left after a long step

@@ -54,6 +54,14 @@ class PerturbationSet(Component, ABC):
         """Return the direction of steepest ascent, of unit length in the set's own norm; zero for a zero gradient."""
         return gradient.sign()
 
+    def ascent(self, gradient: Tensor, delta: Tensor, x: Tensor) -> Tensor:
+        """Return the direction in which a step from delta climbs; here the steepest one, wherever delta is.
+
+        A set overrides it where a direction that leads into a wall would take the place of one that does not.
+        """
+        del delta, x
+        return self.steepest(gradient)
+
     def reflect(self, delta: Tensor, momentum: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Fold a point that left the set back at its border and turn its momentum; here: leave it outside.
 

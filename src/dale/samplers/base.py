@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dale.batch import Batch
 from dale.compiling import Compiler, as_it_is
 from dale.components import Component
-from dale.errors import NumericsError, require, require_choice
+from dale.errors import NumericsError, UsageError, require, require_choice
 from dale.losses import CrossEntropy, Loss
 from dale.modes import sampling_mode
 from dale.perturbations import PerturbationSet
@@ -42,7 +42,7 @@ def potential(
 
 
 def _logits(model: Classifier, x: Tensor) -> Tensor:
-    return model(x)
+    return model(x.clone())  # a model may write into its input, and x is still needed
 
 
 @dataclass
@@ -137,10 +137,20 @@ class Problem:
         with torch.enable_grad():
             delta = delta.detach().requires_grad_(True)
             value = self.potential(delta)
-            if self._ones is None:
-                self._ones = torch.ones_like(value)
-            (gradient,) = torch.autograd.grad(value, delta, self._ones)
-        return value.detach(), gradient
+            gradient: Tensor | None = None
+            if value.requires_grad:
+                if self._ones is None:
+                    self._ones = torch.ones_like(value)
+                (gradient,) = torch.autograd.grad(value, delta, self._ones, allow_unused=True)
+        return value.detach(), self.cut_off(delta) if gradient is None else gradient
+
+    def cut_off(self, delta: Tensor) -> Tensor:
+        """What stands for a gradient where none leads from the potential back to delta: here nothing does."""
+        del delta
+        raise UsageError(
+            "no gradient leads from the model's output back to its input (torch.no_grad, detach or argmax cut it off): "
+            "no perturbation can climb a loss of this model, nor can it be trained against one; see dale check-model"
+        )
 
 
 @contextmanager

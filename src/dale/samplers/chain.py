@@ -72,7 +72,7 @@ class Langevin(Kernel):
         noise inside    delta <- P[ delta + eta * D(grad U + c * xi) ]
         noise outside   delta <- P[ delta + eta * D(grad U) + c * xi ],      c = sqrt(2 * eta * T)
 
-    D is the set's steepest direction (`drift="sign"`: the sign for l-infinity) or the identity (`"gradient"`); xi is
+    D is the set's direction of ascent (`drift="sign"`: the sign for l-infinity) or the identity (`"gradient"`); xi is
     Laplace(0, 1) (variance 2), N(0, I) or nothing. Give `noise_scale` = c or `temperature` = T, not both; neither means
     no noise. With drift gradient, Gaussian noise outside and the log of the loss as potential the chain targets
     loss^(1/T) on Delta, up to the error of its step; for sign drifts no target density is known: they are heuristics
@@ -137,7 +137,7 @@ class Langevin(Kernel):
                 gradient = gradient + noise
             else:
                 outside = noise
-        moved = delta + eta * (perturbations.steepest(gradient) if self.drift == "sign" else gradient)
+        moved = delta + eta * (perturbations.ascent(gradient, delta, x) if self.drift == "sign" else gradient)
         return perturbations.project(moved if outside is None else moved + outside, x)
 
 
@@ -201,7 +201,7 @@ class Chain(Sampler):
         if self.start != "away":
             return delta
         gradient = problem.away_from_label()
-        step = self.start_scale * problem.perturbations.steepest(gradient)
+        step = self.start_scale * problem.perturbations.ascent(gradient, problem.zeros(), problem.x)
         # in l1 and l2 the step is no longer than the noise: where that leads back, the noise is turned round, and where
         # that leads back too, cut off by the image box, it is left out
         start = problem.project(step)
