@@ -53,7 +53,8 @@ def find_device(name: str | torch.device | None = None) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise UsageError(f"no device {str(name)!r} here ({reason}); `cpu` works everywhere") from error
+        reason = "unknown" if "device type" in reason else reason  # torch lists two dozen kinds
+        raise UsageError(f"no device {str(name)!r} here ({reason}); `cpu` works everywhere, `cuda` is a GPU") from error
     return device
 
 

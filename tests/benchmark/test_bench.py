@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -114,6 +115,9 @@ def test_bench_adds_up(config, data):
     assert plain["environment"]["torch"] == torch.__version__
     assert plain["config"]["training"]["batch_size"] == 16
     assert "images/s" in str(found)
+    assert ("says nothing here" in str(found)) == (found.split.training == 0.0)
+    overlong = dataclasses.replace(found, split=dataclasses.replace(found.split, training=0.0))
+    assert str(overlong).endswith("took longer than the whole step: the split says nothing here.")
 
 
 def test_bench_takes_any_row_and_the_fast_path(config, data):

@@ -91,7 +91,10 @@ class Bench:
         for name, value in dataclasses.asdict(self.split).items():
             rows.append((f"  {name}", f"{1e3 * value:.2f} ms, {value / whole:.0%}"))
         head = f"{self.name}, batch {self.batch_size}, {self.precision}, {self.path} path, {self._machine()}"
-        return "\n".join([head, "", *(f"{name:<24}{value}" for name, value in rows)])
+        lines = [head, "", *(f"{name:<24}{value}" for name, value in rows)]
+        if self.split.training == 0.0:
+            lines.append("The parts, timed alone, took longer than the whole step: the split says nothing here.")
+        return "\n".join(lines)
 
     def _share_of_attack(self) -> float:
         return self.flops.attack / max(self.flops.total, 1.0)

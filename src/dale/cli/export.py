@@ -19,9 +19,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    from dale.errors import UsageError
     from dale.export import export_run
+    from dale.models.stored import PREFIX, find
     from dale.training.runs import load_run
 
+    if args.run.startswith(PREFIX):
+        lies = ", ".join(path.name for path in find(args.run).weights)
+        raise UsageError(f"dale export takes a run; {args.run} is stored as safetensors already: {lies}")
     done = export_run(load_run(args.run, trust=args.trust), args.format, args.out)
     print(f"{done.path} (logits agree within {done.difference:.2g})")
     print(done.card)

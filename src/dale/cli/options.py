@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -144,11 +145,22 @@ def build_config(args: argparse.Namespace) -> RunConfig:
             config = replace(config, data=replace(config.data, dataset=args.dataset))
     else:
         config = default_config(args.dataset or "digits")
+    config = replace(config, data=replace(config.data, dataset=_anywhere(config.data.dataset)))
     sizes = {f"{part}_size": getattr(args, f"{part}_size") for part in ("train", "validation", "certification", "test")}
     config = replace(config, data=replace(config.data, **_given(sizes)))
     model = _given({"name": args.model, "activation": args.activation, "init": args.init})
     config = replace(config, model=replace(config.model, **model))
     return _with_training(_with_objective(config, args), args)
+
+
+def _anywhere(dataset: str) -> str:
+    """A path of the user's data as it can be found from any folder; a name, and a path that is not there, as it is."""
+    from pathlib import Path
+
+    from dale.data.load import known_name
+
+    path = Path(dataset).expanduser()
+    return dataset if known_name(dataset) is not None or not path.exists() else str(path.resolve())
 
 
 def _configuration(where: str) -> str:
@@ -173,7 +185,7 @@ def _with_objective(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     """Apply the options of the algorithm."""
     from dataclasses import replace
 
-    from dale.algorithms import find_row, options_of
+    from dale.algorithms import ROWS, find_row, options_of
     from dale.algorithms.options import overlay
     from dale.training.config import Algorithm
     from dale.training.recipes import with_algorithm
@@ -199,7 +211,12 @@ def _with_objective(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     for name in options:
         if name not in valid:
             written = [f"--{option.replace('_', '-')}" for option in (name, *valid)]
-            raise unknown(f"option of algorithm {objective.name!r}", written[0], written[1:])
+            others = [row for row, build in ROWS.items() if name in options_of(build)]
+            kind = f"option of algorithm {objective.name!r}"
+            if others:  # which says more than the nearest name
+                choices = ", ".join(sorted(written[1:]))
+                raise UsageError(f"unknown {kind} {written[0]!r}, which {', '.join(others)} have. Valid: {choices}")
+            raise unknown(kind, written[0], written[1:])
     perturbations = _perturbations(objective.perturbations, args)
     merged = overlay(objective.options, options)
     return replace(config, objective=replace(objective, perturbations=perturbations, options=merged))
@@ -218,7 +235,7 @@ def _perturbations(current: Any, args: argparse.Namespace) -> Any:
     if not isinstance(plain, dict) or "type" not in plain:
         raise UsageError(f"--set: expected a name or a mapping with `type`, got {args.set!r}")
     cls = find(PerturbationSet, plain["type"])  # type: ignore[type-abstract]  # looked up, never instantiated
-    fields = getattr(cls, "__dataclass_fields__", {})
+    fields = [field.name for field in dataclasses.fields(cls) if field.init] if dataclasses.is_dataclass(cls) else []
     if epsilon is not None:
         if "epsilon" not in fields:
             raise UsageError(f"--epsilon: {plain['type']} has no radius; its options are {', '.join(fields) or 'none'}")

@@ -14,7 +14,7 @@ from dale.data.fetch import ensure
 from dale.data.sources import SOURCES, Source, default_data_dir, verify
 from dale.data.splits import Dataset, Split, split_dataset
 from dale.data.user import read_user_folder, read_user_npz
-from dale.errors import DataError, require, unknown
+from dale.errors import DataError, UsageError, nearest, require
 
 DATASETS: tuple[str, ...] = ("digits", *SOURCES)
 """The data sets that `load_dataset` knows by name."""
@@ -70,17 +70,23 @@ def load_dataset(
         test_size=defaults.get("test") if test_size is None else test_size,
         file_order=known is not None,
     )
-    return replace(data, source=text if known is None else known)
+    return replace(data, source=str(path.resolve()) if known is None else known)
+
+
+def known_name(text: str) -> str | None:
+    """The known data set that a text names, in any spelling."""
+    return {_fold(choice): choice for choice in DATASETS}.get(_fold(text))
 
 
 def locate(text: str) -> tuple[str | None, Path]:
     """What a text means: the name of a known data set, or the path of the user's own, which is there."""
-    path = Path(text).expanduser()
-    known = {_fold(choice): choice for choice in DATASETS}.get(_fold(text))
+    path, known = Path(text).expanduser(), known_name(text)
     if known is None and not path.exists():
         if len(path.parts) > 1 or path.suffix == ".npz":
             raise DataError(f"{path}: no such file or folder")
-        raise unknown("dataset", text, (*DATASETS, "FILE.npz", "FOLDER"))
+        close = nearest(text, DATASETS)
+        hint = f"; did you mean {close!r}?" if close else "."
+        raise UsageError(f"unknown dataset {text!r}{hint} Valid: {', '.join(DATASETS)}, an .npz file or a folder")
     return known, path
 
 
