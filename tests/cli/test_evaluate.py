@@ -117,6 +117,22 @@ def test_what_replaces_an_evaluation_has_its_curve_and_its_checks(run: Path, dal
     assert [p.epsilon for p in Evaluation.load(run / "evaluation-seed1-noise.json").curve] == [0.2]
 
 
+def test_other_data_under_the_same_name_are_refused(run: Path, dale: Dale) -> None:
+    """A file that was replaced: its numbers would stand where the run's own do."""
+    first = ["evaluate", "run", "--attacks", "fgsm", "--quiet"]
+    assert dale(*first).code == 0
+    before = (run / "evaluation.json").read_bytes()
+    summary = json.loads((run / "summary.json").read_text())
+    summary["splits"]["test images"] = "0" * 16
+    (run / "summary.json").write_text(json.dumps(summary))
+    refused = dale(*first)
+    assert refused.code == 1
+    assert "the test split of digits is not the one" in refused.err
+    assert "name them with --dataset" in refused.err
+    assert (run / "evaluation.json").read_bytes() == before
+    assert dale(*first, "--dataset", "digits").code == 0
+
+
 def test_many_attacks_do_not_make_a_name_too_long_for_a_file(run: Path, dale: Dale) -> None:
     common = ("--no-checks", "--quiet", "--device", "cpu", "--examples", "2", "--attacks")
     assert dale("evaluate", run, *common, "noise").code == 0

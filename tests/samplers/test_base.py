@@ -67,6 +67,15 @@ def test_what_is_drawn_is_checked():
         Fixed(what="flat")(nn.Identity(), batch, ball, key=0)
 
 
+@pytest.mark.parametrize(("scale", "shift"), [(2.0, -1.0), (255.0, 0.0)])
+def test_images_outside_the_box_are_what_is_named(scale, shift):
+    """And not the sampler, which cannot bring them back into it."""
+    batch = Batch.of(scale * torch.rand(4, 1, 6, 6) + shift, torch.zeros(4, dtype=torch.int64))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    with pytest.raises(UsageError, match=r"images must lie in \[0, 1\], got .* normalisation belongs into the model"):
+        pgd(2)(model, batch, Linf(epsilon=0.1), CrossEntropy(), key=0)
+
+
 def test_a_model_that_returns_nan_is_noticed():
     with pytest.raises(NumericsError, match="not finite"):
         pgd(2)(lambda x: x.flatten(1)[:, :3] * torch.nan, make_batch(), L2(epsilon=0.1), CrossEntropy(), key=0)

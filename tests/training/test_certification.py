@@ -15,7 +15,13 @@ from dale.constraints import Constraint, accuracy_limit, loss_limit
 from dale.errors import DataError, UsageError
 from dale.losses import CrossEntropy, ErrorProbability
 from dale.training import Validation
-from dale.training.certification import certify_run, certify_stored, fingerprint, image_fingerprint
+from dale.training.certification import (
+    certify_run,
+    certify_stored,
+    fingerprint,
+    image_fingerprint,
+    require_same_splits,
+)
 from dale.training.validation import predict
 from dale.zoo import store
 
@@ -164,6 +170,15 @@ def test_fingerprints() -> None:
     turned = replace(data.train, images=data.train.images.flip(2))
     assert image_fingerprint(shuffled) == image_fingerprint(data.train) != image_fingerprint(turned)
     assert fingerprint(turned) == fingerprint(data.train)
+
+
+def test_other_test_images_do_not_touch_the_certificate(tmp_path: Path) -> None:
+    data = dale.load_dataset("digits", **SIZES)
+    run = _run(tmp_path / "run", data, rho=0.5)
+    replaced = replace(data, test=replace(data.test, images=data.test.images.flip(2)))
+    assert certify_run(run, replaced) == certify_run(run, data)
+    with pytest.raises(DataError, match=r"the test split of digits .*: why not"):
+        require_same_splits(run.summary["splits"], replaced, run.path, "why not", ["test"])
 
 
 def test_other_images_under_the_same_numbers_are_refused(tmp_path: Path) -> None:

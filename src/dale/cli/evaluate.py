@@ -127,6 +127,7 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, Dataset, PerturbationSet
     if path.suffix == ".safetensors":
         return (*_load_file(args, path), None, None)
     from dale.data import load_dataset
+    from dale.training.certification import require_same_splits
     from dale.training.runs import load_run
     from dale.zoo import PREFIX, find
 
@@ -143,7 +144,11 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, Dataset, PerturbationSet
     if not path.exists():
         raise UsageError(f"{path}: no such run folder or .safetensors file")
     run = load_run(path, trust=args.trust, device=args.device)
-    data = run.data(args.data_dir) if args.dataset is None else load_dataset(args.dataset, data_dir=args.data_dir)
+    if args.dataset is None:
+        data, why = run.data(args.data_dir), "to evaluate it on other data, name them with --dataset"
+        require_same_splits(run.summary.get("splits", {}), data, run.path, why, ["test"])
+    else:
+        data = load_dataset(args.dataset, data_dir=args.data_dir)
     objective = run.objective
     return run.model, data, _set(args, objective.perturbations), objective.rho, run.path
 

@@ -244,4 +244,9 @@ class Sampler(Component, ABC):
             else:
                 inside = bool(perturbations.contains(draw, batch.images, tolerance).all())
             if not inside:
+                low, high = float(batch.images.min()), float(batch.images.max())
+                require(
+                    low >= -tolerance and high <= 1.0 + tolerance,
+                    f"images must lie in [0, 1], got {low:.4g} .. {high:.4g}; normalisation belongs into the model",
+                )
                 raise NumericsError(f"{type(self).__name__} drew perturbations outside {perturbations!r}")

@@ -40,11 +40,11 @@ def image_fingerprint(split: Split) -> str:
     return total.hexdigest()
 
 
-def fingerprints(data: Dataset) -> dict[str, str]:
+def fingerprints(data: Dataset, parts: Sequence[str] = ("train", "certification", "test")) -> dict[str, str]:
     """What a run remembers of the splits that it must not meet again otherwise."""
     return {
         name: text
-        for part in ("train", "certification")
+        for part in parts
         for name, text in (
             (part, fingerprint(getattr(data, part))),
             (f"{part} images", image_fingerprint(getattr(data, part))),
@@ -52,11 +52,16 @@ def fingerprints(data: Dataset) -> dict[str, str]:
     }
 
 
-def require_same_splits(recorded: Mapping[str, str], data: Dataset, made: object, why: str) -> None:
+def require_same_splits(
+    recorded: Mapping[str, str],
+    data: Dataset,
+    made: object,
+    why: str,
+    parts: Sequence[str] = ("train", "certification"),
+) -> None:
     """Refuse data whose splits are not those that a run remembers."""
-    found = fingerprints(data) if recorded else {}
-    for name, text in recorded.items():
-        if name in found and found[name] != text:
+    for name, text in fingerprints(data, parts).items():
+        if recorded.get(name, text) != text:
             raise DataError(
                 f"the {name.removesuffix(' images')} split of {data.name} is not the one that {made} was made with "
                 f"(another seed, size or file): {why}"
