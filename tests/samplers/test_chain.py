@@ -256,6 +256,18 @@ def test_away_leads_to_the_side_of_the_error_in_every_norm(ball, low):
         assert bool(turned.any()) is not isinstance(ball, Linf)
 
 
+def test_away_knows_the_side_of_a_model_so_sure_that_its_cross_entropy_is_zero():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(256, 3))
+    with torch.no_grad():
+        net[1].bias[0] += 300.0
+    batch = Batch.of(0.3 + 0.4 * torch.rand(100, 1, 16, 16), torch.zeros(100, dtype=torch.int64))
+    assert not CrossEntropy()(net(batch.images), None, batch.labels).any()
+    delta = Chain(start="away").begin(Problem(net, batch, Linf(epsilon=EPSILON), KL(), log=True), random.key(0))
+    others = net[1].weight[1:].mean(0) - net[1].weight[0]  # both others have nearly the same share
+    assert bool((delta.flatten(1) @ others > 0).all())
+
+
 @pytest.mark.parametrize("ball", [L1(epsilon=10.0), L2(epsilon=2.0), Linf(epsilon=EPSILON)], ids=repr)
 def test_away_holds_where_the_box_cuts_off_both_signs_of_the_noise(ball):
     """In images that are mostly black; the noise is left out there."""

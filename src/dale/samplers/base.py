@@ -121,9 +121,14 @@ class Problem:
         return value
 
     def away_from_label(self) -> Tensor:
-        """The gradient of the label's cross-entropy at the clean images, whatever the potential is."""
+        """The gradient of the label's cross-entropy at the clean images, whatever the potential is: of its logarithm.
+
+        It has the same direction, and does not vanish where the model is so sure that the cross-entropy does.
+        """
         self.evaluations += 1
-        return Problem(self.model, self.batch, self.perturbations, CrossEntropy()).value_and_gradient(self.zeros())[1]
+        return Problem(self.model, self.batch, self.perturbations, CrossEntropy(), True).value_and_gradient(
+            self.zeros()
+        )[1]
 
     def value(self, delta: Tensor) -> Tensor:
         """U(delta) without a gradient."""

@@ -189,3 +189,17 @@ def _filled(plain: Mapping[str, Any], recipe: Callable[[str], RunConfig]) -> dic
         partly = name in ("data", "model", "training") and isinstance(value, Mapping)
         filled[name] = {**filled[name], **value} if partly else value
     return filled
+
+
+def difference(recorded: Any, given: Any, where: str = "") -> str | None:
+    """The first value in which two configurations differ; what only the newer one knows is no difference."""
+    if isinstance(recorded, dict) and isinstance(given, dict):
+        # options are not fields with defaults: one that is only given is a difference
+        names = dict.fromkeys([*recorded, *given]) if where.endswith("options") else recorded
+        pairs = [(f"{where}.{k}".lstrip("."), recorded.get(k), given.get(k)) for k in names]
+        return next((found for name, a, b in pairs if (found := difference(a, b, name))), None)
+    if isinstance(recorded, list) and isinstance(given, list) and len(recorded) == len(given):
+        parts = [difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(recorded, given, strict=True))]
+        return next(filter(None, parts), None)
+    same = str(recorded).lower() == str(given).lower() if where.endswith(".type") else recorded == given
+    return None if same else f"{where} was {recorded!r:.80}, now {given!r:.80}"

@@ -36,7 +36,7 @@ from dale.files import (
 from dale.models import create_model, load_weights, save_weights
 from dale.objectives import Objective
 from dale.training.checkpoints import Snapshot
-from dale.training.config import RunConfig
+from dale.training.config import RunConfig, difference
 from dale.training.state import TrainState
 
 LOCK = ".lock"
@@ -125,7 +125,7 @@ class RunFolder:
         path = self.path / "config.yaml"
         if not path.is_file():
             raise UsageError(f"{self.path} is not a run folder: it has no config.yaml")
-        if found := _difference(parse_yaml(read_text(path), str(path)), to_plain(config)):
+        if found := difference(parse_yaml(read_text(path), str(path)), to_plain(config)):
             raise UsageError(f"{self.path} continues as it was configured: {found}")
 
     def save_checkpoint(self, state: TrainState, batches: int) -> None:
@@ -228,20 +228,6 @@ class RunFolder:
 def is_temporary(path: Path) -> bool:
     """Tell whether a file is one that atomic writing leaves behind when the process is killed."""
     return path.name.startswith(".") and path.suffix == ".tmp"
-
-
-def _difference(recorded: Any, given: Any, where: str = "") -> str | None:
-    """The first value in which two configurations differ; what only the newer one knows is no difference."""
-    if isinstance(recorded, dict) and isinstance(given, dict):
-        # options are not fields with defaults: one that is only given is a difference
-        names = dict.fromkeys([*recorded, *given]) if where.endswith("options") else recorded
-        pairs = [(f"{where}.{k}".lstrip("."), recorded.get(k), given.get(k)) for k in names]
-        return next((found for name, a, b in pairs if (found := _difference(a, b, name))), None)
-    if isinstance(recorded, list) and isinstance(given, list) and len(recorded) == len(given):
-        parts = [_difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(recorded, given, strict=True))]
-        return next(filter(None, parts), None)
-    same = str(recorded).lower() == str(given).lower() if where.endswith(".type") else recorded == given
-    return None if same else f"{where} was {recorded!r:.80}, now {given!r:.80}"
 
 
 def _line(record: dict[str, Any]) -> str:
