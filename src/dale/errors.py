@@ -76,7 +76,7 @@ def require_non_negative(owner: object, **values: float | None) -> None:
 def require_whole(owner: object, **values: object) -> None:
     """Check that each given value is a whole number."""
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             raise UsageError(f"{type(owner).__name__}: {name} must be a whole number, got {value!r}")
 
 

@@ -128,14 +128,6 @@ def test_a_configuration_may_be_that_of_a_stored_model() -> None:
         _config("--config", "zoo:cifar10-resnet18")
 
 
-def test_data_of_the_users_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.npz").write_bytes(b"")
-    assert _config("--dataset", "mine.npz").data.dataset == str(tmp_path / "mine.npz")
-    assert _config("--dataset", "cifar10").data.dataset == "cifar10"
-    assert _config("--dataset", "gone/mine.npz").data.dataset == "gone/mine.npz"  # on another machine, say
-
-
 def test_a_configuration_may_leave_parts_out(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("training: {epochs: 5, optimiser: {type: SGD, momentum: 0.5}}")

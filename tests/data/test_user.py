@@ -76,7 +76,6 @@ def test_npz_with_a_test_set_groups_and_names(tmp_path: Path) -> None:
         ({"images_test": _BYTES, "labels_test": _LABELS + 1}, "labels_test hold 4; labels end at 3"),
         ({"class_names": np.array(["a", "b", "a", "c"])}, "class_names hold 'a' twice"),
         ({"image_test": _BYTES, "labels_test": _LABELS}, "has an array 'image_test'; did you mean 'images_test'"),
-        ({"label": _LABELS}, "has an array 'label'; did you mean 'labels'"),
         ({"images": _BYTES.astype(bool)}, "must hold numbers"),
         ({"labels": _LABELS[:39]}, r"labels must have shape \(40,\)"),
         ({"labels": _LABELS * 1.0}, "labels must be integers"),
@@ -104,6 +103,12 @@ def test_other_arrays_are_left_alone_and_names_allow_gaps(tmp_path: Path) -> Non
     assert load_dataset(tmp_path / "mine.npz").num_classes == 5
 
 
+def test_arrays_with_names_of_their_own_are_left_alone(tmp_path: Path) -> None:
+    others = ("names", "classes", "filenames", "image_ids", "images_val", "labels_val", "labels_coarse", "groups_val")
+    np.savez(tmp_path / "mine.npz", images=_BYTES, labels=_LABELS, image=_BYTES, **dict.fromkeys(others, np.arange(3)))
+    assert load_dataset(tmp_path / "mine.npz").num_classes == 4
+
+
 def _folder(root: Path, classes: tuple[str, ...] = ("cat", "dog"), count: int = 10, mode: str = "RGB") -> Path:
     for number, name in enumerate(classes):
         (root / name).mkdir(parents=True)
@@ -123,6 +128,11 @@ def test_folder_of_class_folders(tmp_path: Path) -> None:
     for part in (data.train, data.test):
         assert torch.equal(part.labels, part.index // 10)
         assert torch.equal(part.images[:, 0, 0, 0].long(), 20 * (part.index % 10) + part.index // 10)
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    _folder(tmp_path / "pets", ("bus", "car", "train"))
+    assert load_dataset(tmp_path / "pets").class_names == ("bus", "car", "train")
 
 
 def test_folder_with_train_and_test(tmp_path: Path) -> None:

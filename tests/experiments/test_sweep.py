@@ -110,6 +110,7 @@ def test_what_is_wrong_is_one_line(plain, line):
         {"base": {"optimiser": "{type: os:system}"}},
         {"base": {"set": '{type: "os\\x3asystem", epsilon: 0.1}'}},  # what YAML makes of it a second time
         {"base": {"option": ['loss="os\\x3asystem"']}},
+        {"base": {"option": ["a=b=os:system"]}},
         {"base": {"algorithm": "os:é"}},  # a name as good as any to Python
     ],
 )
@@ -117,6 +118,21 @@ def test_code_in_a_file_is_refused_unless_trusted(plain):
     with pytest.raises(UsageError, match=r"names code to import.*--trust"):
         expand(plain, KINDS)
     assert len(expand(plain, KINDS, trust=True)) == 1
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {"base": {"attacks": ["fgsm", "--option=loss=os:system"]}},
+        {"base": {"log": ["tensorboard", "--trust"]}},
+        {"base": {"compare": "--sampler={type: os:system}"}},
+        {"grid": {"option": [["--loss=os:system"]]}},
+    ],
+)
+def test_no_value_is_an_option_of_its_own(plain):
+    for trust in (False, True):
+        with pytest.raises(UsageError, match="begins with a dash, as another option does"):
+            expand(plain, KINDS, trust=trust)
 
 
 def test_paths_are_not_code():

@@ -112,6 +112,7 @@ def test_options_made_in_python_are_those_of_a_file() -> None:
         ({"averaging": 0.9}, r"averaging must be of kind Averaging \(Averaging\), got 0.9"),
         ({"schedule": "cosine"}, r"schedule must be of kind Schedule \(Constant, Cosine, .*\), got 'cosine'"),
         ({"optimiser": None}, "optimiser must be of kind Optimiser, got None"),
+        ({"augmentation": RandomCrop()}, r"augmentation must be several of kind Augmentation, got RandomCrop"),
         ({"augmentation": ["RandomFlip"]}, r"augmentation\[0\] must be of kind Augmentation \(.*RandomFlip.*\)"),
     ],
 )

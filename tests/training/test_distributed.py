@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import shared_work
 from dale.errors import UsageError
@@ -92,6 +93,32 @@ def test_more_parts_than_a_process_has_examples_are_refused_before_a_folder_is_m
     for said in start(tmp_path, 2, "shared_work", "too_many_parts", out="run").results():
         assert "accumulate must lie between 1 and 4, the part of a batch of 8 that each of 2 processes has" in said
     assert not (tmp_path / "run").exists()
+
+
+LATE = "import dale.training.loop as l, os, time; f = l.Trainer.run; l.Trainer.run = "
+LATE += "lambda self: (time.sleep(0.5 * int(os.environ['RANK'])), f(self))[1]"
+
+
+def test_a_process_that_is_late_sends_the_same_messages(tmp_path):
+    """The first one has written its start by then: what a process does may not depend on the disk."""
+    assert len(start(tmp_path, 2, "shared_work", "trained", out="run", before=LATE).results()) == 2
+
+
+def test_processes_without_a_common_disk_resume(tmp_path):
+    """Only the first one needs the run folder."""
+    apart = "import os; os.makedirs(os.environ['RANK'], exist_ok=True); os.chdir(os.environ['RANK'])"
+    whole = shared_work.trained(str(tmp_path / "whole"))
+    stop = apart + (
+        "; import dale.training.loop as l, signal; f = l.Trainer._log; "
+        "l.Trainer._log = lambda self, r: (f(self, r), self.state.epoch == 2 and os.kill(os.getpid(), signal.SIGTERM))"
+    )
+    group = start(tmp_path, 2, "shared_work", "trained", out="run", before=stop)
+    assert group.wait() == [1, 1]
+    resumed = start(tmp_path, 2, "shared_work", "trained", out="run", resume=True, before=apart)
+    assert resumed.wait() == [0, 0]
+    folders = [tmp_path / str(rank) / "run" for rank in (0, 1)]
+    assert [(folder / "summary.json").exists() for folder in folders] == [True, False]
+    assert close(load_file(folders[0] / "model.safetensors"), whole["weights"], 1e-4)
 
 
 @pytest.mark.parametrize("count", [1, 37])

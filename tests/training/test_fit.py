@@ -365,6 +365,32 @@ def test_what_could_only_fail_later_leaves_no_folder(
     assert not (tmp_path / "run").exists()
 
 
+def test_chains_in_train_mode_may_need_more_than_one_image(data: dale.Dataset, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    row = _row()
+    row = replace(row, sampler=replace(row.sampler, mode="train"))  # type: ignore[type-var]
+    dale.fit(model, row, data, out=tmp_path / "run", device="cpu", **(QUICK | {"epochs": 1}))
+
+
+def test_a_run_goes_on_wherever_its_data_lie_and_whatever_it_started_from(
+    data: dale.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data are looked at by themselves, and the weights are those of the checkpoint."""
+    np.savez(tmp_path / "mine.npz", images=data.train.convert(data.train.images).numpy(), labels=data.train.labels)
+    monkeypatch.chdir(tmp_path)
+    mine = dale.load_dataset("mine.npz")
+    weights = tmp_path / "start.safetensors"
+    dale.models.save_weights(dale.create_model("convnet", mine, seed=3), weights)
+    run = dale.fit(dale.create_model("convnet", mine, init=weights), _row(), mine, out=tmp_path / "a/run", **QUICK)
+    elsewhere = dale.load_dataset(tmp_path / "mine.npz")
+    dale.fit(dale.create_model("convnet", mine), _row(), elsewhere, out=run.path, resume=True, **QUICK)
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")  # from where "mine.npz" is nothing
+    assert torch.equal(dale.load_run(run.path).data().train.index, mine.train.index)
+    with pytest.raises(DataError, match=r"mine.npz: no such file"):
+        run.config.data.load()
+
+
 def test_free_folders_are_numbered(data: dale.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for number in (1, 2):

@@ -145,22 +145,11 @@ def build_config(args: argparse.Namespace) -> RunConfig:
             config = replace(config, data=replace(config.data, dataset=args.dataset))
     else:
         config = default_config(args.dataset or "digits")
-    config = replace(config, data=replace(config.data, dataset=_anywhere(config.data.dataset)))
     sizes = {f"{part}_size": getattr(args, f"{part}_size") for part in ("train", "validation", "certification", "test")}
     config = replace(config, data=replace(config.data, **_given(sizes)))
     model = _given({"name": args.model, "activation": args.activation, "init": args.init})
     config = replace(config, model=replace(config.model, **model))
     return _with_training(_with_objective(config, args), args)
-
-
-def _anywhere(dataset: str) -> str:
-    """A path of the user's data as it can be found from any folder; a name, and a path that is not there, as it is."""
-    from pathlib import Path
-
-    from dale.data.load import known_name
-
-    path = Path(dataset).expanduser()
-    return dataset if known_name(dataset) is not None or not path.exists() else str(path.resolve())
 
 
 def _configuration(where: str) -> str:

@@ -88,7 +88,7 @@ def check_early(args: argparse.Namespace, config: RunConfig) -> None:
     with contextlib.suppress(DataError):  # a file may be on the machines of a cluster alone
         locate(config.data.dataset)
     require_model(config.model.name)
-    require_loggers(args.log)
+    require_loggers(args.log, packages=False)
     perturbations = config.build_objective().perturbations
     if perturbations is not None:
         prepare_attacks(args.attacks or (), perturbations)
@@ -125,9 +125,9 @@ def _train(args: argparse.Namespace, config: RunConfig, out: str | None) -> tupl
     from dale.training.distributed import is_main, restarted
 
     objective = config.build_objective()
-    data = config.data.load(args.data_dir)
     continued = args.resume is not None or restarted()
     resume = continued and out is not None and (Path(out) / "config.yaml").exists()
+    data = config.data.load(args.data_dir, Path(out) if resume and out is not None else None)
     # a run with a checkpoint does not need the weights it once started from: their file may be gone
     started = resume and out is not None and RunFolder(out).newest is not None
     model = create_model(

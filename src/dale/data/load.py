@@ -70,7 +70,7 @@ def load_dataset(
         test_size=defaults.get("test") if test_size is None else test_size,
         file_order=known is not None,
     )
-    return replace(data, source=str(path.resolve()) if known is None else known)
+    return replace(data, source=text if known is None else known)
 
 
 def known_name(text: str) -> str | None:

@@ -7,6 +7,7 @@ as declared becomes one line that names the file.
 from __future__ import annotations
 
 import ast
+import difflib
 import gzip
 import math
 import os
@@ -22,10 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dale.errors import DataError, nearest
+from dale.errors import DataError
 
 _DEFLATE_RATIO = 1032  # deflate cannot expand by more than this factor
 _MAX_HEADER = 10_000
+_MISTYPED = 0.85  # likeness of two names, of which one is a slip: image_test, and not images_val
 
 
 def check_memory(size: int, where: str) -> None:
@@ -108,9 +110,10 @@ def read_npz(path: Path, names: tuple[str, ...], optional: tuple[str, ...] = ())
             if missing:
                 have = ", ".join(sorted(members)) or "nothing"
                 raise DataError(f"{path}: has no array {missing[0]!r} (it holds {have}); expected {', '.join(names)}")
+            absent = [name for name in (*names, *optional) if name not in members]
             for name in sorted(members.keys() - {*names, *optional}):
-                if meant := nearest(name, (*names, *optional)):
-                    raise DataError(f"{path}: has an array {name!r}; did you mean {meant!r}?")
+                if meant := difflib.get_close_matches(name, absent, n=1, cutoff=_MISTYPED):
+                    raise DataError(f"{path}: has an array {name!r}; did you mean {meant[0]!r}?")
             wanted = [name for name in (*names, *optional) if name in members]
             check_memory(sum(members[name].file_size for name in wanted), str(path))
             for name in wanted:

@@ -125,7 +125,7 @@ def read_user_folder(path: Path) -> Parts:
     """
     below = {child.name for child in path.iterdir() if child.is_dir()}
     has_test = {"train", "test"} <= below
-    if "train" in below and not has_test and len(below) > 1:
+    if "train" in below and not has_test and len(below) > 1 and _is_split(path / "train"):
         others = ", ".join(f"{name}/" for name in sorted(below - {"train"}))
         raise DataError(f"{path}: holds train/ beside {others}; expected train/ and test/, or a folder per class")
     root = path / "train" if has_test or below == {"train"} else path
@@ -143,6 +143,12 @@ def read_user_folder(path: Path) -> Parts:
         if child.is_dir() and child.name not in names:
             raise DataError(f"{child}: this class is not among those of {root}: {', '.join(names)}")
     return pool, _decode(_list(path / "test", names), first, mode, size, len(names)), names
+
+
+def _is_split(folder: Path) -> bool:
+    """Whether a folder holds class folders; one that holds images may be of a class called train."""
+    inside = _visible(folder)
+    return any(child.is_dir() for child in inside) and not any(child.is_file() for child in inside)
 
 
 def _visible(folder: Path) -> list[Path]:

@@ -140,11 +140,19 @@ def _options(plain: Any, where: str, kinds: TrainOptions, trust: bool) -> dict[s
             raise UsageError(f"{where}: {key} is set by the sweep, not by its file")
         if name not in kinds.known:
             raise unknown(f"option in {where}", str(key), kinds.known)
+        if (name in kinds.lists or name == "option") and any(word.startswith("-") for word in _words(value)):
+            raise UsageError(f"{where}: {key}: {value!r:.80} begins with a dash, as another option does")
         if not trust and name not in _PATHS:
             for text in _readings(value):
                 refuse_code(text, f"{where}: {key}")
         options[name] = value
     return options
+
+
+def _words(value: Any) -> Iterator[str]:
+    """The words of a value, or of several, as they will stand behind an option."""
+    for item in value if isinstance(value, list) else [value]:
+        yield from _words(item) if isinstance(item, list) else [str(item)]
 
 
 def _readings(value: Any) -> Iterator[Any]:
@@ -157,7 +165,7 @@ def _readings(value: Any) -> Iterator[Any]:
         for item in value:
             yield from _readings(item)
     elif isinstance(value, str):
-        for text in (value, value.partition("=")[2]):
+        for text in (value, *(value[place + 1 :] for place, letter in enumerate(value) if letter == "=")):
             with contextlib.suppress(UsageError):  # what cannot be read names nothing, and is refused as it is built
                 yield parse_yaml(text, "option")
 

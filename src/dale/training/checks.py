@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dale import random
 from dale.batch import Batch
 from dale.data import Dataset
-from dale.errors import UsageError, require, told_of
+from dale.errors import DaleError, UsageError, require, told_of
 from dale.models.weights import stored_tensors
 from dale.modes import evaluating, sampling_mode
 from dale.objectives import Objective
@@ -28,9 +28,12 @@ def check(model: nn.Module, objective: Objective, data: Dataset) -> None:
     )
     require(bool(logits.isfinite().all()), "the model's logits are not finite, before it was trained at all")
     stored_tensors(model)  # what no checkpoint could hold is said now
-    objective.perturb(
-        model, _first(model, data), random.key(0)
-    )  # a model whose gradient leads nowhere cannot be climbed
+    try:
+        objective.perturb(model, _first(model, data, 2), random.key(0))  # two: some models have no train mode for one
+    except DaleError:  # a gradient that leads nowhere, say
+        raise
+    except Exception as error:
+        raise UsageError(f"no perturbation can be drawn for this model: {told_of(error)}") from error
     for constraint in objective.constraints:
         count = constraint.num_groups(data.num_classes, data.num_groups)
         trained, held_out = (
@@ -63,9 +66,9 @@ def check_single(model: nn.Module, objective: Objective, data: Dataset) -> None:
             buffer.copy_(before)
 
 
-def _first(model: nn.Module, data: Dataset) -> Batch:
-    """The first training example, where the model is."""
-    example = next(iter(data.train.first(1).batches(1)))
+def _first(model: nn.Module, data: Dataset, count: int = 1) -> Batch:
+    """The first training examples, where the model is."""
+    example = next(iter(data.train.first(count).batches(count)))
     return example.to(next((p.device for p in model.parameters()), example.images.device))
 
 

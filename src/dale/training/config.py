@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from dale.components import (
     to_plain,
 )
 from dale.data import Augmentation, Dataset, load_dataset
+from dale.data.load import known_name
 from dale.errors import UsageError, require, require_choice, require_whole
 from dale.objectives import Objective
 from dale.perturbations import PerturbationSet
@@ -43,10 +45,10 @@ class DataConfig(Component):
     test_size: int | None = None
     seed: int = 0
 
-    def load(self, data_dir: str | None = None) -> Dataset:
-        """Load the data set."""
+    def load(self, data_dir: str | None = None, near: Path | None = None) -> Dataset:
+        """Load the data set; a path that is not there is looked for beside `near`, a run folder, and above it."""
         return load_dataset(
-            self.dataset,
+            self._found(near),
             data_dir=data_dir,
             seed=self.seed,
             train_size=self.train_size,
@@ -54,6 +56,12 @@ class DataConfig(Component):
             certification_size=self.certification_size,
             test_size=self.test_size,
         )
+
+    def _found(self, near: Path | None) -> str:
+        if near is None or known_name(self.dataset) is not None or Path(self.dataset).expanduser().exists():
+            return self.dataset
+        places = (parent / self.dataset for parent in near.resolve().parents)
+        return str(next((place for place in places if place.exists()), self.dataset))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +129,8 @@ class Training(Component):
             require_component(self, kind, **{name: getattr(self, name)})
         require_component(self, Averaging, averaging=self.averaging)
         require_component(self, WeightPerturbation, weight_perturbation=self.weight_perturbation)
+        several = isinstance(self.augmentation, (tuple, list))
+        require(several, f"Training: augmentation must be several of kind Augmentation, got {self.augmentation!r}")
         object.__setattr__(self, "augmentation", tuple(self.augmentation))
         for number, augmentation in enumerate(self.augmentation):
             require_component(self, Augmentation, **{f"augmentation[{number}]": augmentation})
@@ -191,15 +201,36 @@ def _filled(plain: Mapping[str, Any], recipe: Callable[[str], RunConfig]) -> dic
     return filled
 
 
-def difference(recorded: Any, given: Any, where: str = "") -> str | None:
+def changed(recorded: Any, given: Any) -> str | None:
+    """The first value that keeps a run from going on: in which its configuration, as plain values, is another now."""
+    return _difference(_what_counts(recorded), _what_counts(given))
+
+
+def _what_counts(plain: Any) -> Any:
+    """A configuration less what does not matter on resuming.
+
+    That is where data lie, for what they are is looked at by itself, and the weights that the model once started from.
+    """
+    if (
+        not isinstance(plain, dict)
+        or not isinstance(plain.get("data"), dict)
+        or not isinstance(plain.get("model"), dict)
+    ):
+        return plain
+    data, model = dict(plain["data"]), {k: v for k, v in plain["model"].items() if k != "init"}
+    data["dataset"] = Path(str(data.get("dataset"))).name
+    return {**plain, "data": data, "model": model}
+
+
+def _difference(recorded: Any, given: Any, where: str = "") -> str | None:
     """The first value in which two configurations differ; what only the newer one knows is no difference."""
     if isinstance(recorded, dict) and isinstance(given, dict):
         # options are not fields with defaults: one that is only given is a difference
         names = dict.fromkeys([*recorded, *given]) if where.endswith("options") else recorded
         pairs = [(f"{where}.{k}".lstrip("."), recorded.get(k), given.get(k)) for k in names]
-        return next((found for name, a, b in pairs if (found := difference(a, b, name))), None)
+        return next((found for name, a, b in pairs if (found := _difference(a, b, name))), None)
     if isinstance(recorded, list) and isinstance(given, list) and len(recorded) == len(given):
-        parts = [difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(recorded, given, strict=True))]
+        parts = [_difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(recorded, given, strict=True))]
         return next(filter(None, parts), None)
     same = str(recorded).lower() == str(given).lower() if where.endswith(".type") else recorded == given
     return None if same else f"{where} was {recorded!r:.80}, now {given!r:.80}"

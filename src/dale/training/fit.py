@@ -79,11 +79,11 @@ def fit(
             require_bfloat16()
         share = settings.batch_size // distributed.world_size()
         require(
-            settings.accumulate <= share,
+            settings.accumulate <= max(1, share),
             f"accumulate must lie between 1 and {share}, the part of a batch of {settings.batch_size} that each of "
             f"{distributed.world_size()} processes has, got {settings.accumulate}",
         )
-        if share // settings.accumulate == 1:
+        if share // settings.accumulate == 1 and not (settings.sync_batchnorm and distributed.active()):
             check_single(model, objective, data)
         folder = RunFolder(distributed.told(str(out if out is not None else free_folder(data.name, objective.name))))
         resume = distributed.told("resume" if resume else "") != ""

@@ -289,12 +289,12 @@ LOGGERS: dict[str, type[TensorBoard] | type[WeightsAndBiases] | type[MLflow]] = 
 }
 
 
-def require_loggers(names: Sequence[str]) -> None:
-    """Raise for an unknown name, and for a logger whose package is not there."""
+def require_loggers(names: Sequence[str], *, packages: bool = True) -> None:
+    """Raise for an unknown name, and for a logger whose package is not there (where training is to be, it may be)."""
     for name in names:
         if name not in LOGGERS:
             raise unknown("logger", name, LOGGERS)
-        if name != "tensorboard":  # which says by itself that it is not there, and training goes on
+        if packages and name != "tensorboard":  # which says by itself that it is not there, and training goes on
             _optional(name, name)
 
 

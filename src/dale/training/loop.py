@@ -97,8 +97,11 @@ class Trainer:
     def run(self) -> None:
         """Train to the end; when this returns or raises, all checkpoints are on disk."""
         with contextlib.closing(self.writer), _listening() as received:
-            if self.folder.newest is None:  # a run that ends before its first checkpoint goes on from these weights
+            if self.state.epoch == 0 and self.state.batch == 0:
+                # a run that ends before its first epoch does goes on from these weights; on disk before anything else,
+                # for while a step is captured no other thread may use the device
                 self._save()
+                distributed.first(self.writer.wait)
             while self.state.epoch < self.training.epochs:
                 started = time.perf_counter() - self.state.seconds
                 self._epoch(received, started)

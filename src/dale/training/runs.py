@@ -36,7 +36,7 @@ from dale.files import (
 from dale.models import create_model, load_weights, save_weights
 from dale.objectives import Objective
 from dale.training.checkpoints import Snapshot
-from dale.training.config import RunConfig, difference
+from dale.training.config import RunConfig, changed
 from dale.training.state import TrainState
 
 LOCK = ".lock"
@@ -125,7 +125,7 @@ class RunFolder:
         path = self.path / "config.yaml"
         if not path.is_file():
             raise UsageError(f"{self.path} is not a run folder: it has no config.yaml")
-        if found := difference(parse_yaml(read_text(path), str(path)), to_plain(config)):
+        if found := changed(parse_yaml(read_text(path), str(path)), to_plain(config)):
             raise UsageError(f"{self.path} continues as it was configured: {found}")
 
     def save_checkpoint(self, state: TrainState, batches: int) -> None:
@@ -281,8 +281,8 @@ class Run:
         return self.folder.path
 
     def data(self, data_dir: str | None = None) -> Dataset:
-        """Load the data set of the run."""
-        return self.config.data.load(data_dir)
+        """Load the data set of the run; a path of the user's that is not there is looked for above the run folder."""
+        return self.config.data.load(data_dir, self.path)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The log lines, one per epoch."""

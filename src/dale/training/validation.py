@@ -66,9 +66,12 @@ class Measure:
     members: Tensor
 
 
+_LARGEST = 1e300  # and no infinity: a candidate is written to a checkpoint as JSON
+
+
 def _violation(constraint: Constraint, found: Measure) -> float:
     """The largest of any group, less its standard error; a measure that is no number is the largest there is."""
-    excess = (found.mean - constraint.limits(len(found.mean)) - found.error).nan_to_num(math.inf)
+    excess = (found.mean - constraint.limits(len(found.mean)) - found.error).nan_to_num(_LARGEST)
     return float(torch.where(found.members > 0, excess, -math.inf).max())
 
 
