@@ -166,12 +166,12 @@ def refused(message: str) -> list[str]:
     return []
 
 
-def too_many_parts(out: str) -> str:
-    """Ask for more parts of a batch than a process has examples of it; the error."""
+def too_small(out: str, **options: int) -> str:
+    """Ask for batches of which a process has too few examples; the error."""
     from dale.errors import UsageError
 
     try:
-        trained(out, batch_size=8, accumulate=5)
+        trained(out, **options)
     except UsageError as error:
         return str(error)
     return ""

@@ -424,12 +424,15 @@ def test_sigkill_of_a_sweep_worker_and_of_the_sweep(sweep_file, tmp_path):
         time.sleep(0.01)
     assert not _trainings(tmp_path)
     done = [int(checkpoints(run)[-1].stem.removeprefix("step-")) for run in runs]
-    again = start(tmp_path, 0, "processes", "command", arguments=arguments)
+    again = start(tmp_path, 0, "processes", "command", arguments=arguments, before="import os; os.setsid()")
     again.wait_until(lambda: all(int(checkpoints(r)[-1].stem[5:]) > n for r, n in zip(runs, done, strict=True)), 120)
     assert again.err(0).count("(continued)") == 2
-    os.kill(again.members[0].pid, signal.SIGTERM)
-    assert again.wait() == [128 + signal.SIGTERM]
+    assert "seed=1,running" in (tmp_path / "out" / "results.csv").read_text().replace("1,1,", "1,")
+    os.killpg(again.members[0].pid, signal.SIGINT)  # a Ctrl-C in the terminal, which reaches the whole group
+    assert again.wait() == [128 + signal.SIGINT]
     assert one_line(again.err(0), "what the runs had done is saved")
+    for seed in (0, 1):
+        assert "nothing is lost" in (tmp_path / "out" / "logs" / f"seed={seed}.log").read_text()
 
 
 def test_every_promise_names_tests_that_exist():

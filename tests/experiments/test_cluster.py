@@ -152,7 +152,7 @@ def test_a_job_array_for_slurm(tmp_path, monkeypatch, capsys):
     assert main(words) == 0
     assert "3 runs; submit them with: sbatch jobs.sh" in capsys.readouterr().out
     text = (tmp_path / "jobs.sh").read_text()
-    for line in ("--array=0-2", "--cpus-per-task=4", "--gpus-per-task=2", "--requeue", "--signal=TERM@60"):
+    for line in ("--array=0-2", "--cpus-per-task=4", "--gpus-per-task=2", "--requeue", "--signal=B:TERM@60"):
         assert f"#SBATCH {line}\n" in text
     assert (tmp_path / "my out" / "logs").is_dir()  # Slurm does not make the folder of its output
     # bash itself reads the command: `exec` becomes a function that prints its words, one a line

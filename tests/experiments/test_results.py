@@ -8,8 +8,8 @@ import json
 import pytest
 
 from dale.cli.sweep import train_options
-from dale.errors import UsageError
-from dale.experiments import as_table, claim, expand, write_results
+from dale.errors import DaleError, UsageError
+from dale.experiments import as_table, claim, expand, held, write_results
 
 KINDS = train_options()
 
@@ -45,6 +45,7 @@ def test_rows_of_runs_in_every_state(places):
     table = as_table(rows)
     assert "rho=0.5,seed=1: dale: error: no disk" in table
     assert "not valid JSON" in table
+    assert write_results(places, {}, {places[2].run.name})[2]["state"] == "running"
 
 
 def test_a_summary_of_strange_types_is_unreadable_and_no_crash(places):
@@ -70,6 +71,15 @@ def test_another_sweep_in_the_same_folder_is_refused(places):
         claim(places[0].out, other)
     more = expand({"grid": {"rho": [0.1, 0.9], "seed": [0]}}, KINDS)
     assert [place.run.name for place in claim(places[0].out, more)] == ["rho=0.1,seed=0", "rho=0.9,seed=0"]
+
+
+def test_one_sweep_at_a_time_but_for_tasks_of_one_run_each(places):
+    out = places[0].out
+    taken = pytest.raises(DaleError, match="is in use: another `dale sweep` is at work in it")
+    with held(out, alone=False), held(out, alone=False), taken, held(out, alone=True):
+        pass
+    with held(out, alone=True), taken, held(out, alone=False):
+        pass
 
 
 def test_progress_and_the_last_error_of_a_log(places):

@@ -94,7 +94,15 @@ def test_what_a_run_would_refuse_is_refused_before_any_run_starts(plain, line, d
 
 def test_numbers_out_of_range(dale, tmp_path):
     (tmp_path / "s.yaml").write_text("grid: {seed: [0, 1]}")
-    for words, line in ((("--workers", 0), "--workers: expected at least 1"), (("--only", 2), "runs 0 .. 1, got 2")):
+    for words, line in (
+        (("--workers", 0), "--workers: expected at least 1"),
+        (("--only", 2), "runs 0 .. 1, got 2"),
+        (("--cpus", "nan"), "--cpus: expected a number of at least 0, got nan"),
+        (("--gpus", -1), "--gpus: expected a number of at least 0, got -1"),
+        (("--slurm", "f", "--cpus", "inf"), "--cpus: expected a whole number of at least 1, got inf"),
+        (("--slurm", "f", "--gpus", 0.5), "--gpus: expected a whole number of at least 0, got 0.5"),
+        (("--slurm", "f", "--ray", "auto"), "give one of them"),
+    ):
         code, _, err = dale("sweep", "s.yaml", *words)
         assert code == 2
         assert line in err
@@ -129,8 +137,9 @@ def test_the_environment_of_a_run(monkeypatch):
 def test_gpus_as_the_environment_has_them(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert gpu_names() == ["2", "5"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu_names() == []
+    for none in ("", "-1", "-1,0"):  # what comes after a number that is none is not there either
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert gpu_names() == []
 
 
 def test_a_process_that_cannot_start_and_one_that_failed(tmp_path):

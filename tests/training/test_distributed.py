@@ -89,9 +89,19 @@ def test_more_parts_than_examples_are_refused():
     assert merged([step := object()]) is step  # type: ignore[list-item]
 
 
-def test_more_parts_than_a_process_has_examples_are_refused_before_a_folder_is_made(tmp_path):
-    for said in start(tmp_path, 2, "shared_work", "too_many_parts", out="run").results():
-        assert "accumulate must lie between 1 and 4, the part of a batch of 8 that each of 2 processes has" in said
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"batch_size": 8, "accumulate": 5},
+            "accumulate must lie between 1 and 4, the part of a batch of 8 that each of 2 processes has",
+        ),
+        ({"batch_size": 1}, "batch_size 1 is no example for each of 2 processes: raise it"),
+    ],
+)
+def test_too_little_for_each_process_is_refused_before_a_folder_is_made(options, line, tmp_path):
+    for said in start(tmp_path, 2, "shared_work", "too_small", out="run", **options).results():
+        assert line in said
     assert not (tmp_path / "run").exists()
 
 

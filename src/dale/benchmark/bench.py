@@ -81,7 +81,7 @@ class Bench:
             ("throughput", f"{self.images_per_second:,.0f} images/s"),
             ("a step", f"{1e3 * self.step_seconds:.2f} ms (mean of {self.steps})"),
             (f"an epoch of {self.epoch_images:,}", f"{self.seconds_per_epoch:.2f} s"),
-            ("operations", f"{self.flops.total / 1e9:.2f} GFLOP an image, {self._share_of_attack():.0%} of it attack"),
+            ("operations", f"{self.flops.total / 1e9:.3g} GFLOP an image, {self._share_of_attack():.0%} of it attack"),
             ("matmul ceiling", f"{self.ceiling:.4g} TFLOP/s in {self.precision}, measured"),
             ("share of the ceiling", f"{self.share:.1%}"),
             ("peak memory", memory),

@@ -49,8 +49,9 @@ def train_options() -> TrainOptions:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from dale.experiments import Launch, as_table, claim, read_sweep, run_on_ray, write_results, write_slurm
+    from dale.experiments import claim, held, read_sweep, write_slurm
 
+    _check_resources(args)
     kinds = train_options()
     runs = read_sweep(args.sweep, kinds, trust=args.trust)
     _check(runs, kinds, args.trust)
@@ -65,6 +66,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"{len(places)} runs; submit them with: sbatch {path}")
         return 0
     chosen = places if args.only is None else [places[args.only]]
+    with held(places[0].out, alone=args.only is None):
+        return _run(args, kinds, places, chosen)
+
+
+def _run(args: argparse.Namespace, kinds: TrainOptions, places: list[Place], chosen: list[Place]) -> int:
+    from dale.experiments import Launch, as_table, run_on_ray, write_results
+
     view = View(places, chosen)
     try:
         if args.ray is not None:
@@ -80,6 +88,16 @@ def run(args: argparse.Namespace) -> int:
     if errors:
         raise DaleError(f"{len(errors)} of {len(chosen)} runs failed; the same command tries them again")
     return 0
+
+
+def _check_resources(args: argparse.Namespace) -> None:
+    if args.ray is not None and args.slurm is not None:
+        raise UsageError("--ray runs the sweep, --slurm writes a file for it: give one of them")
+    for name, least in (("cpus", 1.0 if args.slurm is not None else 0.0), ("gpus", 0.0)):
+        value = getattr(args, name)
+        if not least <= value < float("inf") or (args.slurm is not None and value != int(value)):
+            whole = "a whole number" if args.slurm is not None else "a number"
+            raise UsageError(f"--{name}: expected {whole} of at least {least:g}, got {value:g}")
 
 
 def _local(args: argparse.Namespace, kinds: TrainOptions, chosen: list[Place], view: View) -> dict[str, str]:
@@ -148,7 +166,7 @@ class View:
             self.done += event == "finished"
             if event == "failed":
                 self.errors[place.run.name] = text
-            write_results(self.places, self.errors)
+            write_results(self.places, self.errors, self.running)
         if self.bar is not None:
             self.bar.n = self.done
             if event == "failed":

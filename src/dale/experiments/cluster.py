@@ -101,10 +101,10 @@ def write_slurm(
         f"#SBATCH --array=0-{len(places) - 1}",
         f"#SBATCH --cpus-per-task={max(1, round(cpus))}",
         *([f"#SBATCH --gpus-per-task={round(gpus)}"] if gpus else []),
-        f"#SBATCH --output={out}/logs/slurm-%A-%a.log",
+        f'#SBATCH --output="{out}/logs/slurm-%A-%a.log"',  # sbatch splits at spaces outside of quotes
         "#SBATCH --open-mode=append",
         "#SBATCH --requeue",
-        "#SBATCH --signal=TERM@60",
+        "#SBATCH --signal=B:TERM@60",  # to the shell of the script, which becomes the process
         "# a task that is preempted is queued again and continues its run; `sbatch` this file again for what failed",
         f'exec {shlex.join(command)}{" --trust" if trust else ""} --only "$SLURM_ARRAY_TASK_ID"',
     ]

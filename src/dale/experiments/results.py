@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import fcntl
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,15 +94,31 @@ def claim(out: Path, runs: Sequence[SweepRun]) -> list[Place]:
     return [Place(out, run) for run in runs]
 
 
+@contextlib.contextmanager
+def held(out: Path, *, alone: bool) -> Iterator[None]:
+    """Hold the folder of a sweep: alone, or beside others that bring one run each to its end, as tasks of a cluster."""
+    try:
+        file = (out / ".lock").open("w")
+    except OSError as error:
+        raise DaleError(f"cannot write in {out}: {error.strerror or error}") from error
+    with file:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DaleError(f"{out} is in use: another `dale sweep` is at work in it") from error
+        yield
+
+
 def _plain(options: Any) -> Any:
     return json.loads(json.dumps(options, default=str))
 
 
-def row_of(place: Place, error: str | None = None) -> dict[str, Any]:
+def row_of(place: Place, error: str | None = None, running: bool = False) -> dict[str, Any]:
     """One line of the table: what sets the run apart, its state, accuracies, the constraint, seconds."""
     row: dict[str, Any] = {"run": place.run.name, **place.run.varied}
     if not place.finished:
         state = "failed" if error is not None else "interrupted" if place.begun else "waiting"
+        state = "running" if running else state
         return row | {"state": state, "error": error or ""}
     row["state"] = "finished"
     try:
@@ -119,9 +137,11 @@ def row_of(place: Place, error: str | None = None) -> dict[str, Any]:
     return row
 
 
-def write_results(places: Sequence[Place], errors: dict[str, str]) -> list[dict[str, Any]]:
+def write_results(
+    places: Sequence[Place], errors: dict[str, str], running: Container[str] = ()
+) -> list[dict[str, Any]]:
     """Write OUT/results.csv anew, whole or not at all; returns its rows."""
-    rows = [row_of(place, errors.get(place.run.name)) for place in places]
+    rows = [row_of(place, errors.get(place.run.name), place.run.name in running) for place in places]
     columns = [*dict.fromkeys(name for row in rows for name in row if name != "error"), "error"]
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")

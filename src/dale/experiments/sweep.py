@@ -139,7 +139,7 @@ def _options(plain: Any, where: str, kinds: TrainOptions, trust: bool) -> dict[s
         if name in OURS:
             raise UsageError(f"{where}: {key} is set by the sweep, not by its file")
         if name not in kinds.known:
-            raise unknown(f"option in {where}", str(key), kinds.known)
+            raise unknown(f"option in {where}", str(key), kinds.known - OURS)
         if (name in kinds.lists or name == "option") and any(word.startswith("-") for word in _words(value)):
             raise UsageError(f"{where}: {key}: {value!r:.80} begins with a dash, as another option does")
         if not trust and name not in _PATHS:

@@ -7,6 +7,7 @@ that nothing goes on unseen; what it had saved is continued the next time.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -66,6 +67,7 @@ class Launch:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    start_new_session=True,  # a Ctrl-C in the terminal is ours alone: runs are asked to stop once
                     env=self.environment() | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}),
                 )
         except OSError as error:
@@ -156,5 +158,6 @@ def gpu_names() -> list[str]:
     """The GPUs that this machine offers us."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
-        return [name for name in given.split(",") if name.strip()]
+        names = [name.strip() for name in given.split(",")]
+        return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))  # as CUDA reads it
     return [path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]

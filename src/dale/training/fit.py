@@ -77,11 +77,13 @@ def fit(
     with distributed.connected(device) as place, ExitStack() as stack:
         if place.type == "cpu" and settings.precision == "bfloat16":
             require_bfloat16()
-        share = settings.batch_size // distributed.world_size()
+        size = distributed.world_size()
+        share = settings.batch_size // size
+        require(share >= 1, f"batch_size {settings.batch_size} is no example for each of {size} processes: raise it")
         require(
-            settings.accumulate <= max(1, share),
+            settings.accumulate <= share,
             f"accumulate must lie between 1 and {share}, the part of a batch of {settings.batch_size} that each of "
-            f"{distributed.world_size()} processes has, got {settings.accumulate}",
+            f"{size} processes has, got {settings.accumulate}",
         )
         if share // settings.accumulate == 1 and not (settings.sync_batchnorm and distributed.active()):
             check_single(model, objective, data)
