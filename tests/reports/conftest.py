@@ -90,6 +90,8 @@ def evaluation(holds: bool | None = True, clean: int = 97, robust: int = 60) -> 
     if holds is not None:
         plain["certificate"] = {
             "holds": holds,
+            "loss_holds": holds,
+            "accuracy_holds": None,
             "clip": 10.0,
             "loss": {"bound": 0.095},
             "statement": "With confidence 95% the clipped loss is at most 0.095.",

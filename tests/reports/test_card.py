@@ -16,7 +16,7 @@ def test_the_card_has_every_part(make_run):
         f"## {name}"
         for name in ("Use", "Data", "Method", "Constraint and certificate", "Evaluation", "Limits", "Repeating it")
     ]
-    assert "**Constraint met, proven**: nominal loss ≤ 0.1." in card
+    assert "**Constraint met, proven for the nominal loss clipped at B = 10**: nominal loss ≤ 0.1." in card
     assert "| pgd20 | 60.0% | 55.0% to 65.0% | 100 |" in card
     assert "clipped at the level" in card
     assert "**epsilon**: A larger radius fools the model less." in card
@@ -30,6 +30,25 @@ def test_the_set_of_the_training_is_not_taken_for_that_of_the_evaluation(make_ru
     card = model_card(measured, "")
     assert "one set, the l-infinity ball of radius 0.25, and measured against another, the l-infinity ball of " in card
     assert "perturbations: l-infinity ball of radius 0.25" in card
+
+
+def test_a_row_on_clean_images_was_trained_against_no_set(make_run):
+    run = read_run(make_run(environment={"objective": "Objective(name='erm', sampler=None, robust_loss=None)"}))
+    card = model_card(run, "")
+    assert "trained convnet on digits without perturbations" in card
+    assert "perturbations: none;" in card
+    assert "not trained, only measured, and against one set only, the l-infinity ball of radius 0.25; it says" in card
+    assert "trained and measured" not in card
+    config = dict(run.config) | {"objective": {"name": "erm"}}
+    bare = model_card(replace(run, config=config, evaluation={}), "")
+    assert "- Robustness was neither trained nor measured.\n" in bare
+
+
+def test_a_violation_is_not_hidden_by_a_proof_of_the_clipped_loss(make_run):
+    card = model_card(read_run(make_run(feasible=False)), "")
+    assert "**Constraint NOT met**: nominal loss ≤ 0.1. On held-out data the constraint is violated by 0.02" in card
+    assert "proves the limit for the nominal loss clipped at B = 10 alone" in card
+    assert "do not rely on the nominal performance" in card
 
 
 def test_a_missed_constraint_is_a_limit(make_run):

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ def test_the_top_says_what_people_ask_first(make_run):
     text = re.sub(r"<[^>]+>", " ", page.partition('id="data"')[0])
     for part in (
         "dale trained convnet on digits",
-        "Constraint met, proven: nominal loss ≤ 0.1",
+        "Constraint met, proven for the nominal loss clipped at B = 10: nominal loss ≤ 0.1",
         "With confidence 95%",
         "97.0%",
         "[92.0%, 100.0%]",
@@ -39,6 +40,33 @@ def test_the_top_says_what_people_ask_first(make_run):
         "dale train --config",
     ):
         assert part in text, part
+
+
+def test_the_chart_of_losses_draws_every_limit(make_run, tmp_path):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    lines = [json.loads(line) for line in (make_run("a") / "metrics.jsonl").read_text().splitlines()]
+    for record in lines:
+        record["constraints"][0] |= {"by": "group", "limit": [5.0, 0.1, 0.1], "measure": [1.0, 0.5, 0.4]}
+    folder = make_run("b", metrics="".join(json.dumps(record) + "\n" for record in lines))
+    page = render_page([read_run(folder)])
+    assert "nominal loss of every group ≤ 0.1..5" in page
+    script = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)[-1]
+    # the page's own script with a chart that says what it was asked to draw, in a document where nothing is
+    script = script[script.index("// The page:") :]
+    (tmp_path / "drawn.js").write_text(
+        "class Chart { constructor(host) { this.id = host.id; }\n"
+        "  show(spec) { if (this.id === 'losses') console.log(JSON.stringify(spec.rules)); } }\n"
+        f"const text = {json.dumps(json.dumps(data_of(page)))};\n"
+        "const place = (id) => ({ id, textContent: text, dataset: {}, style: {}, closest: () => null,\n"
+        "  replaceChildren() {}, append() {}, setAttribute() {}, addEventListener() {} });\n"
+        "const element = () => place('');\n"
+        "const document = { getElementById: (id) => (['overlay', 'focus'].includes(id) ? null : place(id)),\n"
+        "  querySelectorAll: () => [], addEventListener() {}, documentElement: place('') };\n" + script
+    )
+    done = subprocess.run([node, tmp_path / "drawn.js"], capture_output=True, text=True, check=True)
+    assert [(rule["y"], rule["name"][1:]) for rule in json.loads(done.stdout)] == [(0.1, " = 0.1"), (5, " = 5")]
 
 
 def test_nothing_is_fetched_and_only_its_own_script_runs(make_run):

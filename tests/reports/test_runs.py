@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,14 @@ def test_runs_are_found_below_folders_and_with_those_they_were_compared_with(mak
     assert [str(f.relative_to(tmp_path / "runs")) for f in folders] == ["sweep/a", "sweep/a/compare/trades", "sweep/b"]
     assert lines == []
     assert find_runs([tmp_path / "runs", tmp_path / "runs/sweep/a"])[0] == folders  # each once
+
+
+def test_a_run_is_found_once_however_its_folder_is_spelt(make_run, tmp_path, monkeypatch):
+    folder = make_run("dale")
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    assert find_runs(["runs/dale", folder, "runs/../runs", "link"]) == ([Path("runs/dale")], [])
+    assert [run.name for run in read_runs(["runs/dale", folder])[0]] == ["dale"]
 
 
 def test_what_is_no_run_is_said_and_the_rest_reported(make_run, tmp_path):

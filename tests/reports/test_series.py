@@ -24,7 +24,13 @@ def test_curves_skip_what_was_not_logged(make_run):
 def test_multipliers_and_limits(make_run):
     (found,) = series.constraint_curves(read_run(make_run()))
     assert found["limits"] == [0.1]
+    assert found["rules"] == [0.1]
     assert found["multiplier"] == [[[1.0, 0.5], [2.0, 1.0], [3.0, 1.5]]]
+
+
+def test_every_limit_has_its_height_in_the_chart():
+    assert series.rules((5.0, 0.10000000149011612, 0.1)) == [0.1, 5.0]
+    assert series.rules([0.1 * k for k in range(1, 101)]) == [0.1, 10.0]
 
 
 def test_accuracy_against_epsilon_starts_at_the_clean_accuracy(make_run):

@@ -35,6 +35,19 @@ def test_the_set_is_named_where_accuracies_are_about_several(make_run):
     ]
 
 
+def test_a_row_on_clean_images_adds_no_set(make_run):
+    erm = read_run(make_run("a", environment={"objective": "Objective(name='erm', sampler=None)"}))
+    assert "attacked in" not in markdown([erm, read_run(make_run("b"))])
+
+
+def test_a_clipped_loss_that_is_proven_does_not_make_a_missed_limit_met(make_run):
+    run = read_run(make_run(feasible=False))
+    assert run.evaluation["certificate"]["holds"] is True
+    assert "| nominal loss ≤ 0.1 | not met |" in markdown([run])
+    assert ",not met," in comma_separated([run])
+    assert "bounds the nominal loss clipped at B" in markdown([run])
+
+
 def test_data_and_number_of_images_are_named_where_they_differ(make_run):
     runs = [read_run(make_run("a")), read_run(make_run("b"))]
     assert "Accuracies in percent on 100 test images, " in markdown(runs)

@@ -63,7 +63,7 @@ def _method(run: RunFiles) -> str:
 
 def _constraint(run: RunFiles) -> str:
     found = " and ".join(str(limit) for limit in facts.limits(run))
-    head = f"**{facts.WORDS[facts.verdict(run)]}**" + (f": {text(found)}." if found else ".")
+    head = f"**{facts.headline(run)}**" + (f": {text(found)}." if found else ".")
     return f"{head} {text(facts.confidence(run))}"
 
 
@@ -83,15 +83,9 @@ def _evaluation(run: RunFiles) -> str:
 
 
 def _limits(run: RunFiles) -> str:
-    trained, measured = text(facts.perturbations(run)), text(facts.measured(run))
-    against = (
-        f"Robustness was trained and measured against one set only, the {trained}"
-        if trained == measured
-        else f"Robustness was trained against one set, the {trained}, and measured against another, the {measured}"
-    )
     lines = [
         "An accuracy under attack is an upper bound on the true robust accuracy: a stronger attack can only lower it.",
-        f"{against}; it says nothing about other norms, larger radii or changes of another kind.",
+        _against(text(facts.perturbations(run)), text(facts.measured(run))),
         "Certificate and intervals hold for data drawn as the certification and test data were; they do not carry over "
         "to other sources.",
     ]
@@ -100,6 +94,19 @@ def _limits(run: RunFiles) -> str:
     if facts.verdict(run) == "missed":
         lines.append("The constraint is not met: do not rely on the nominal performance that was asked for.")
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _against(trained: str, measured: str) -> str:
+    """What the robustness is about; a row that trains on clean images has a set that measures it and no other."""
+    if measured == "none":
+        return "Robustness was neither trained nor measured."
+    if trained == "none":
+        known = f"Robustness was not trained, only measured, and against one set only, the {measured}"
+    elif trained == measured:
+        known = f"Robustness was trained and measured against one set only, the {trained}"
+    else:
+        known = f"Robustness was trained against one set, the {trained}, and measured against another, the {measured}"
+    return f"{known}; it says nothing about other norms, larger radii or changes of another kind."
 
 
 def _versions(run: RunFiles) -> str:

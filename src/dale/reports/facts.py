@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ BRIEF: dict[Verdict, str] = {
     "none": "none",
     "unknown": "unfinished",
 }
+# in the text of an objective: nothing in it sees a perturbed image
+_CLEAN = re.compile(r"\b(?:sampler=None|robust_loss=None|robust_weight=0(?:\.0)?)(?=[,)])")
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,24 @@ def describe_set(plain: Any) -> str:
 
 
 def perturbations(run: RunFiles) -> str:
-    """The perturbation set that the run was trained against, in words."""
+    """The perturbation set that the run was trained against, in words; "none" of a row that trains on clean images.
+
+    Such a row may name a set all the same, which then only measures it.
+    """
+    if _on_clean_images(run):
+        return describe_set(None)
     return describe_set(dig(run.config, "objective", "perturbations") or run.evaluation.get("perturbations"))
 
 
 def measured(run: RunFiles) -> str:
     """The perturbation set that the run's accuracies under attack are about, in words."""
     return describe_set(run.evaluation.get("perturbations") or dig(run.config, "objective", "perturbations"))
+
+
+def _on_clean_images(run: RunFiles) -> bool:
+    """Whether the row trains on clean images alone, as its objective's text says; a run without the text is not one."""
+    text = run.environment.get("objective")
+    return isinstance(text, str) and _CLEAN.search(text) is not None
 
 
 @dataclass(frozen=True)
@@ -124,9 +138,10 @@ class Limit:
 
     def __str__(self) -> str:
         whom = "" if self.by == "all" else f" of every {self.by}"
-        value = f"{self.values[0]:.4g}" if len(set(self.values)) == 1 else "limits of its own"
+        low, high = min(self.values), max(self.values)
+        value = f"{low:.4g}" if low == high else f"{low:.4g}..{high:.4g}"
         if self.name == "error":
-            if len(set(self.values)) == 1:
+            if low == high:
                 return f"clean accuracy{whom} ≥ {1 - self.values[0]:.4g}"
             return f"clean error{whom} ≤ {value}"
         return f"nominal loss{whom} ≤ {value}"
@@ -143,15 +158,35 @@ def limits(run: RunFiles) -> list[Limit]:
 
 
 def verdict(run: RunFiles) -> Verdict:
-    """Whether the constraint is met: proven by the certificate, met on held-out data, missed, or none given."""
+    """Whether the constraint is met: proven by the certificate, met on held-out data, missed, or none given.
+
+    Held-out data have the first word: the certificate bounds a clipped loss, which can lie below a limit that the loss
+    itself, the one promised, is far above.
+    """
     feasible = run.summary.get("feasible")
     if not run.summary:
         return "unknown"
     if feasible is None:
         return "none"
-    if dig(run.evaluation, "certificate", "holds") is True:
-        return "proven"
-    return "met" if feasible is True else "missed"
+    if feasible is not True:
+        return "missed"
+    return "proven" if dig(run.evaluation, "certificate", "holds") is True else "met"
+
+
+def proven(run: RunFiles) -> str:
+    """What the certificate proves to keep its limit, by name, a loss with its clipping; nothing where it does not."""
+    certificate = run.evaluation.get("certificate")
+    level = number(dig(certificate, "clip"))
+    clipped = "the nominal loss clipped at B" + ("" if level is None else f" = {level:.4g}")
+    names = {"loss_holds": clipped, "accuracy_holds": "the clean accuracy"}
+    return " and ".join(name for key, name in names.items() if dig(certificate, key) is True)
+
+
+def headline(run: RunFiles) -> str:
+    """The verdict in words; one that is proven says of what, which for a loss is less than was promised."""
+    kind = verdict(run)
+    of = proven(run) if kind == "proven" else ""
+    return WORDS[kind] + (f" for {of}" if of else "")
 
 
 def confidence(run: RunFiles) -> str:
@@ -169,6 +204,12 @@ def confidence(run: RunFiles) -> str:
             + (f" by {excess:.3g} beyond the standard error" if excess is not None and excess > 0 else "")
             + "; of the checkpoints within a tenth of the smallest violation the most robust was kept."
         )
+        if proven(run):
+            unclipped = dig(run.evaluation, "certificate", "loss_holds") is True
+            parts.append(
+                f"The certificate, from other images, proves the limit for {proven(run)}"
+                + (" alone: the loss itself, which is what was promised, may lie above it." if unclipped else ".")
+            )
     statement = dig(run.evaluation, "certificate", "statement")
     if statement:
         parts.append(str(statement))

@@ -120,7 +120,9 @@ def _training(run: dict[str, Any]) -> Figure | None:
             _plot(axes[0], curves[key], color=COLOURS[colour], linestyle=dash, label=label)
     for constraint in constraints:
         if constraint["name"] == "loss":
-            axes[0].axhline(max(constraint["limits"]), color="black", linestyle=":", linewidth=0.8, label="limit ρ")  # noqa: RUF001
+            label = "limit ρ" if len(constraint["rules"]) == 1 else f"limits ρ by {constraint['by']}"  # noqa: RUF001
+            for place, limit in enumerate(constraint["rules"]):  # one name for all
+                axes[0].axhline(limit, color="black", linestyle=":", linewidth=0.8, label="" if place else label)
     axes[0].set(xlabel="epoch", ylabel="loss", ylim=(0, None))
     axes[0].legend()
     if constraints:

@@ -74,16 +74,18 @@ def find_runs(places: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
     """Return the run folders at or below the given places, and a line for each place without one.
 
     A run comes with those it was compared with (`compare/` inside it). The order is that of the places, then by name.
+    A run is found once, however many of the places lead to it, and by whatever spelling.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     lines = []
     for place in map(Path, places):
         below = _search(place, DEPTH)
         if not below:
             what = "does not exist" if not place.exists() else "is not a run folder, nor does it hold any"
             lines.append(f"{place} {what}")
-        found.update(dict.fromkeys(below))
-    return list(found), lines
+        for folder in below:
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values()), lines
 
 
 def _search(place: Path, depth: int) -> list[Path]:

@@ -38,7 +38,7 @@ def summary(run: RunFiles, many: bool) -> str:
         f"<h2>{escape(run.name)}</h2>" if many else "",
         f"<p>{escape(facts.description(run))}</p>",
         f'<div class="verdict {kind}"><span class="sign" aria-hidden="true">{SIGNS[kind]}</span>'
-        f"<div><b>{escape(facts.WORDS[kind])}{_limits(run)}</b><p>{escape(facts.confidence(run))}</p></div></div>",
+        f"<div><b>{escape(facts.headline(run))}{_limits(run)}</b><p>{escape(facts.confidence(run))}</p></div></div>",
         _tiles(run),
         _alarms(run),
     ]

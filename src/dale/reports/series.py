@@ -13,6 +13,7 @@ from dale.reports import facts
 from dale.reports.runs import RunFiles, dig, mappings, number, numbers
 
 POINTS = 400  # per curve of a single run; many runs share ten times as many, thirty at least
+RULES = 8  # limits that a chart draws, each with its number beside it
 PICTURES = 3_500_000  # characters of gallery, shared by all runs
 
 
@@ -83,6 +84,15 @@ def curves(run: RunFiles, count: int = POINTS) -> dict[str, list[list[float]]]:
     return {name: points for name, points in found.items() if points}
 
 
+def rules(limits: Sequence[float]) -> list[float]:
+    """The heights of a constraint's limits in a chart: each once, of too many the lowest and the highest.
+
+    The highest alone would let a mean pass for kept that is above the limit of some group.
+    """
+    heights = sorted({float(f"{limit:.5g}") for limit in limits})
+    return heights if len(heights) <= RULES else [heights[0], heights[-1]]
+
+
 def constraint_curves(run: RunFiles, count: int = POINTS) -> list[dict[str, Any]]:
     """Per constraint: limits, multipliers and measures over the epochs, one curve per class or group."""
     records = thin(run.metrics, count)
@@ -90,6 +100,7 @@ def constraint_curves(run: RunFiles, count: int = POINTS) -> list[dict[str, Any]
     for place, limit in enumerate(facts.limits(run)):
         groups = len(limit.values)
         entry: dict[str, Any] = {"name": limit.name, "by": limit.by, "limits": [short(v) for v in limit.values]}
+        entry["rules"] = rules(limit.values)
         for key in ("multiplier", "measure", "margin"):
             lines: list[list[list[float]]] = [[] for _ in range(groups)]
             for record in records:

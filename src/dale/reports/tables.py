@@ -48,10 +48,11 @@ def _images(run: RunFiles) -> str:
 def _named(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     """What the runs differ in, or else the numbers of a column would pass for comparable: columns of a name each."""
     sets = [facts.measured(run) for run in runs]
+    trained = {facts.perturbations(run) for run in runs} - {"none"}  # of a row that the set only measures
     data, images = [facts.dataset(run) for run in runs], [_images(run) for run in runs]
     differ = {
         "data": len(set(data)) > 1,
-        "attacked in": len({*sets, *(facts.perturbations(run) for run in runs)}) > 1,
+        "attacked in": len({*sets, *trained}) > 1,
         "test images": len({*images} - {"-"}) > 1,
     }
     return [(name, found) for (name, many), found in zip(differ.items(), (data, sets, images), strict=True) if many]
@@ -98,7 +99,8 @@ def _note(runs: Sequence[RunFiles]) -> str:
     images = f"{counts.pop()} test images" if len(counts) == 1 else "test images"
     return (
         f"Accuracies in percent on {images}, ± half the width of the exact 95% interval; under attack they are upper "
-        "bounds on the true robust accuracy. A certified loss holds with the confidence stated in the run's evaluation."
+        "bounds on the true robust accuracy. A certified loss bounds the nominal loss clipped at B, with the B and the "
+        'confidence stated in the run\'s evaluation; of a limit on the loss "proven" says no more.'
     )
 
 

@@ -107,9 +107,12 @@ class Chart {
       node("clipPath", { id: this.id }, node("defs", {}, svg)));
     this.axes(svg, box, X, Y, spec, slanted);
     const inside = node("g", { "clip-path": `url(#${this.id})` }, svg);
+    const named = [];
     for (const rule of spec.rules || []) {
       node("line", { x1: left, x2: left + box.width, y1: Y(rule.y), y2: Y(rule.y), class: "rule" }, inside);
       if (Y(rule.y) < top - 1 || Y(rule.y) > top + box.height + 1) continue;
+      if (named.some((y) => Math.abs(y - Y(rule.y)) < 12)) continue; // names on top of each other say nothing; zooming parts them
+      named.push(Y(rule.y));
       node("text", { x: left + box.width + 6, y: Y(rule.y) + 4, class: "rule-name" }, svg, rule.name);
     }
     const seen = this.shown();

@@ -28,7 +28,7 @@
 
   function training(run) {
     const { curves } = run, losses = run.constraints.filter((c) => c.name === "loss");
-    const rules = losses.slice(0, 1).map((c) => ({ y: Math.max(...c.limits), name: `ρ = ${Math.max(...c.limits)}` }));
+    const rules = losses.slice(0, 1).flatMap((c) => c.rules.map((y) => ({ y, name: `ρ = ${y}` })));
     const series = [line("nominal loss", 0, curves.nominal_loss), line("robust loss", 1, curves.robust_loss),
       line("nominal loss, held out", 2, curves.held_out_loss, { dash: "6 3" })];
     const plural = losses.length && losses[0].measure.length > 1;
