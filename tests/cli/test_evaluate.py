@@ -127,7 +127,7 @@ def test_other_data_under_the_same_name_are_refused(run: Path, dale: Dale) -> No
     (run / "summary.json").write_text(json.dumps(summary))
     refused = dale(*first)
     assert refused.code == 1
-    assert "the test split of digits is not the one" in refused.err
+    assert "the test split is not the one" in refused.err
     assert "name them with --dataset" in refused.err
     assert (run / "evaluation.json").read_bytes() == before
     assert dale(*first, "--dataset", "digits").code == 0

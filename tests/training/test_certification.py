@@ -19,6 +19,7 @@ from dale.training.certification import (
     certify_run,
     certify_stored,
     fingerprint,
+    fingerprints,
     image_fingerprint,
     require_same_splits,
 )
@@ -85,7 +86,7 @@ def test_a_stored_model_is_certified_on_the_test_images(tmp_path: Path) -> None:
     assert found is not None
     assert found.to_plain() == expected.to_plain()
     summary = dict(run.summary, splits={"train": "another"})
-    with pytest.raises(DataError, match="the train split of digits is not the one"):
+    with pytest.raises(DataError, match="the train split is not the one"):
         certify_stored(replace(entry, plain=dict(entry.plain, summary=summary)))
     erm = dale.fit(
         dale.create_model("convnet", data), dale.algorithms.erm(), data, out=tmp_path / "erm", epochs=1, progress=False
@@ -177,8 +178,8 @@ def test_other_test_images_do_not_touch_the_certificate(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", data, rho=0.5)
     replaced = replace(data, test=replace(data.test, images=data.test.images.flip(2)))
     assert certify_run(run, replaced) == certify_run(run, data)
-    with pytest.raises(DataError, match=r"the test split of digits .*: why not"):
-        require_same_splits(run.summary["splits"], replaced, run.path, "why not", ["test"])
+    with pytest.raises(DataError, match=r"the test split is not the one .*: why not"):
+        require_same_splits(run.summary["splits"], fingerprints(replaced), ["test"], run.path, "why not")
 
 
 def test_other_images_under_the_same_numbers_are_refused(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_a_run_is_not_continued_on_other_data(data: dale.Dataset, tmp_path: Path
     """The same number of images, the same labels, other pixels: a file that was replaced under its name."""
     run = dale.fit(_linear(), _row(), data, out=tmp_path / "run", **QUICK)
     other = replace(data, train=replace(data.train, images=data.train.images.flip(3)))
-    with pytest.raises(DataError, match=r"the train split of digits is not the one .*: it cannot go on with it"):
+    with pytest.raises(DataError, match=r"the train split is not the one .*: it cannot go on with it"):
         dale.fit(_linear(), _row(), other, out=tmp_path / "run", resume=True, **QUICK)
     assert run.folder.environment()["splits"] == run.summary["splits"]
 

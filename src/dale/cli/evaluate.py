@@ -127,7 +127,7 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, Dataset, PerturbationSet
     if path.suffix == ".safetensors":
         return (*_load_file(args, path), None, None)
     from dale.data import load_dataset
-    from dale.training.certification import require_same_splits
+    from dale.training.certification import fingerprints, require_same_splits
     from dale.training.runs import load_run
     from dale.zoo import PREFIX, find
 
@@ -146,7 +146,7 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, Dataset, PerturbationSet
     run = load_run(path, trust=args.trust, device=args.device)
     if args.dataset is None:
         data, why = run.data(args.data_dir), "to evaluate it on other data, name them with --dataset"
-        require_same_splits(run.summary.get("splits", {}), data, run.path, why, ["test"])
+        require_same_splits(run.summary.get("splits", {}), fingerprints(data, ["test"]), ["test"], run.path, why)
     else:
         data = load_dataset(args.dataset, data_dir=args.data_dir)
     objective = run.objective

@@ -47,6 +47,18 @@ def check(model: nn.Module, objective: Objective, data: Dataset) -> None:
         )
 
 
+def smallest_part(batch_size: int, accumulate: int, processes: int) -> int:
+    """How many examples the smallest part of a batch has, of those that a process works through one after the other."""
+    share = batch_size // processes
+    require(share >= 1, f"batch_size {batch_size} is no example for each of {processes} processes: raise it")
+    require(
+        accumulate <= share,
+        f"accumulate must lie between 1 and {share}, the part of a batch of {batch_size} that each of {processes} "
+        f"processes has, got {accumulate}",
+    )
+    return share // accumulate
+
+
 def check_single(model: nn.Module, objective: Objective, data: Dataset) -> None:
     """Refuse steps on one example where BatchNorm has but one value of a channel then, say; nothing of it is left."""
     batch = _first(model, data)

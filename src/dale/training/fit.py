@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from dale.objectives import Objective
 from dale.training import distributed
 from dale.training.averaging import AveragedModel
 from dale.training.certification import fingerprints, require_same_splits
-from dale.training.checks import check, check_single, remarks
+from dale.training.checks import check, check_single, remarks, smallest_part
 from dale.training.config import DataConfig, ModelConfig, RunConfig, Training
 from dale.training.diagnosis import stuck
 from dale.training.fast import CapturedStep, Fast, make_step
@@ -78,19 +78,14 @@ def fit(
         if place.type == "cpu" and settings.precision == "bfloat16":
             require_bfloat16()
         size = distributed.world_size()
-        share = settings.batch_size // size
-        require(share >= 1, f"batch_size {settings.batch_size} is no example for each of {size} processes: raise it")
-        require(
-            settings.accumulate <= share,
-            f"accumulate must lie between 1 and {share}, the part of a batch of {settings.batch_size} that each of "
-            f"{size} processes has, got {settings.accumulate}",
-        )
-        if share // settings.accumulate == 1 and not (settings.sync_batchnorm and distributed.active()):
+        least = smallest_part(settings.batch_size, settings.accumulate, size)
+        if least == 1 and not (settings.sync_batchnorm and size > 1):
             check_single(model, objective, data)
         folder = RunFolder(distributed.told(str(out if out is not None else free_folder(data.name, objective.name))))
         resume = distributed.told("resume" if resume else "") != ""
 
-        distributed.first(lambda: _enter(stack, folder, config, objective, data, resume))
+        splits = fingerprints(data)
+        distributed.first(lambda: _enter(stack, folder, config, objective, splits, resume))
         model.to(place)
         devices = [place] if place.type == "cuda" else []
         random_state, bits = torch.random.fork_rng(devices), _determinism(settings.deterministic)
@@ -130,20 +125,25 @@ def fit(
                     bar.say(note)
                 step.say = bar.say
                 Trainer(config, filled, data, state, folder, loader, step, place, bar, board).run()
-            summary = _finish(model, filled, data, state, folder, config)
+            summary = _finish(model, filled, data, state, folder, config, splits)
         finally:
             board.finish(summary)
     return Run(folder, model, config, objective, summary)
 
 
 def _enter(
-    stack: ExitStack, folder: RunFolder, config: RunConfig, objective: Objective, data: Dataset, resume: bool
+    stack: ExitStack,
+    folder: RunFolder,
+    config: RunConfig,
+    objective: Objective,
+    splits: Mapping[str, str],
+    resume: bool,
 ) -> None:
     """Take the run's folder, a new one or one to go on in, and hold it until the stack is left."""
-    splits = fingerprints(data)
     if resume:
         folder.require_same(config)
-        require_same_splits(folder.environment().get("splits", {}), data, folder.path, "it cannot go on with it")
+        known, parts = folder.environment().get("splits", {}), ("train", "certification")
+        require_same_splits(known, splits, parts, folder.path, "it cannot go on with it")
     elif folder.exists:
         folder.refuse()
     else:
@@ -179,7 +179,13 @@ def _step(
 
 
 def _finish(
-    model: nn.Module, objective: Objective, data: Dataset, state: TrainState, folder: RunFolder, config: RunConfig
+    model: nn.Module,
+    objective: Objective,
+    data: Dataset,
+    state: TrainState,
+    folder: RunFolder,
+    config: RunConfig,
+    splits: Mapping[str, str],
 ) -> dict[str, Any]:
     """Keep the last weights and the selected ones, and say what was selected and whether the limits are met."""
 
@@ -214,7 +220,7 @@ def _finish(
         "validation": next(r["validation"] for r in state.history if r["epoch"] == best.epoch),
         "multipliers": [constraint["multiplier"] for constraint in last["constraints"]],
         "warnings": lost + stuck(state.history, config.training.epochs),
-        "splits": fingerprints(data),
+        "splits": dict(splits),
         "seconds": sum(r["seconds"]["total"] for r in state.history),
     }
     distributed.first(lambda: write_json(folder.path / "summary.json", finite(summary)))
